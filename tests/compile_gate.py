@@ -26,6 +26,6 @@ class CompileGate:
         background._compile = waiting
 
     def asked(self) -> list[str]:
-        """Return the programs that are still to be compiled."""
+        """Return the programs that are not compiled yet."""
         background = self._background
         return [*self.held, *map(str, background._urgent.values()), *map(str, background._later.values())]

@@ -1,4 +1,4 @@
-"""Requests that pause, driven step by step in the dispatcher's thread."""
+"""Requests that pause, driven step by step in the dispatcher thread."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +79,7 @@ def expected_of(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list
 
 
 def expected_of_group(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
-    """Tokens of requests that only fit an instance over all devices."""
+    """Return the tokens of requests that fit only on an instance over all devices."""
     llm.set_layout(4)
     found = expected_of(llm, asked)
     llm.set_layout(1)

@@ -11,7 +11,7 @@ Q = Home(0, 4)
 
 @st.composite
 def homes_of_a_module(draw: st.DrawFn, num_microbatches: int) -> Homes:
-    """Draw homes that share no device. Several microbatches may have the same one."""
+    """Draw homes that share no device. Several microbatches may have the same home."""
     homes = draw(st.sampled_from([(Q,), (P0, P1), (P0, D2, D3), (D0, D1, P1), (D3, D2, D1, D0)]))
     return tuple(draw(st.lists(st.sampled_from(homes), min_size=num_microbatches, max_size=num_microbatches)))
 

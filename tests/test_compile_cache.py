@@ -23,7 +23,7 @@ from amoeba_jax.cpu_cache import PortableProgram
 from amoeba_jax.cpu_cache.program_cache import CacheEntry, _min_compile_time, without_jax_cache_writes
 from amoeba_jax.errors import ConfigError
 
-# A process that compiles three small programs and prints how many of them were in the cache.
+# A process that compiles three small programs and prints the number of cached programs.
 SCRIPT = """
 import json, os, sys, warnings
 {before}
@@ -267,7 +267,7 @@ def test_no_program_is_loaded_from_a_directory_of_jax_that_others_can_write(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """Nor kept there, while JAX goes on to use it."""
+    """No program is stored there either, but JAX still uses the directory."""
     entry, program = CacheEntry("model", "program", jax.devices()[0]), PortableProgram(b"code", ((), ()))
     monkeypatch.setattr(pickle, "loads", unpickle := Mock(wraps=pickle.loads))
     entry.write(program)

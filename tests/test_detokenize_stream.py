@@ -18,7 +18,7 @@ FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_sc
 MOST_DECODED = 50
 """Limit of tokens decoded by each `push`, as documented by `DetokenizeStream`."""
 
-# Tokens that end in the middle of a character, that also begin in one, and parts of a U+FFFD that the model means.
+# Tokens that end inside a character, tokens that also begin inside one, and parts of a U+FFFD from the model.
 PIECES = [b"\x9f\xa6\xa0\xf0", b"\xa6\xa0\xf0\x9f", b"\xa5\xe6", b"\xef\xbf", b"\xbd\xef", b"ab\xe6", b"\xbda", b" a"]
 BYTES = [bytes([byte]) for byte in range(256)]
 UNKNOWN, EMPTY = 100_000, len(PIECES) + len(BYTES)
@@ -210,7 +210,7 @@ def test_work_for_tokens_that_the_decoder_swallows_is_bounded(word_piece):
 
 
 def test_work_for_characters_after_an_invalid_byte_of_their_run_is_bounded(byte_fallback):
-    """All of them are U+FFFD in the text of all tokens."""
+    """The text of all tokens has U+FFFD for these characters."""
     ids = [0xFF, *[0xE6, 0x97, 0xA5] * 500, 257]
     before = byte_fallback.decoded
     text = "".join(increments(byte_fallback, ids))

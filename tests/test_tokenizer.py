@@ -91,7 +91,7 @@ def test_malformed_messages_are_named(messages, message, loaded):
 
 
 def copy_with(source: Path, target: Path, **files: dict) -> Path:
-    """A tokenizer directory with other JSON files beside its tokenizer.json."""
+    """Return a tokenizer directory with other JSON files beside its tokenizer.json."""
     (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     for name, content in files.items():
         (target / f"{name}.json").write_text(json.dumps(content))
@@ -242,7 +242,7 @@ def test_first_word_after_a_prompt_keeps_its_space(name, skip, loaded):
     for prompt in ("The sea is", "日本語日本語", "x"):
         ids = tokenizer.encode(prompt)
         assert "".join(increments(tokenizer, blue, skip, tuple(ids))) == " blue"
-        # Tokens that are left out of the text, or have none, hide no word; in the text, a word after one has a space.
+        # Tokens without text hide no word. If special tokens are in the text, a word after them has a space.
         assert "".join(increments(tokenizer, blue, skip, (*ids, bos, bos, tokenizer.vocab_size))) == " blue"
     assert "".join(increments(tokenizer, blue, skip, (bos,))) == ("blue" if skip else " blue")
     assert "".join(increments(tokenizer, blue, skip)) == "blue"

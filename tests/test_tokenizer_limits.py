@@ -180,7 +180,7 @@ def test_longest_token_is_that_of_the_vocabulary(name, loaded):
 
 def test_longest_token_counts_special_tokens_and_composed_characters(letters):
     assert letters.longest_token_chars == len("<end>")
-    text = "\u1f82" * 2  # each of them 4 characters in the decomposed form
+    text = "\u1f82" * 2  # each character decomposes into 4 characters
     assert of(models.BPE({"\u1f82": 0, text: 1}, [("\u1f82", "\u1f82")])).longest_token_chars == len("<end>")
     composing = of(models.BPE({"\u1f82": 0, text: 1}, [("\u1f82", "\u1f82")]), normalizers.NFC())
     decomposed = unicodedata.normalize("NFD", text)

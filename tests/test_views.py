@@ -138,7 +138,7 @@ def test_parts_and_table_agree_with_the_entries():
 
 
 def test_devices_have_their_own_reservations_and_owners():
-    """As while some of them are transformed: the others give nothing for it."""
+    """While some devices are transformed, the others reserve nothing for it."""
     entries = (
         MemoryEntry(0, 0, "kv cache", 4 * MIB),
         MemoryEntry(1, 0, "kv cache", 2 * MIB),
@@ -175,7 +175,7 @@ def test_deep_models_have_numbers_that_do_not_touch():
 
 
 def test_notebook_output_stands_alone():
-    """Any theme: no colors of its own for text or background; no script, no style sheet, no reference elsewhere."""
+    """The output fits any theme: no colors for text or background, no script, no style sheet, no outside reference."""
     html = report()._repr_html_()
     page = Page(html)
     assert page.tags.isdisjoint({"script", "style", "link", "img", "image", "iframe"})

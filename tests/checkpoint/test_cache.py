@@ -10,7 +10,7 @@ from amoeba_jax.errors import CheckpointError
 
 
 class Fill:
-    """Writes one file, and a line in a log for each time that it ran."""
+    """Function that writes one file, and a line in a log for each run."""
 
     def __init__(self, log: Path, content: str = "content"):
         self.log = log
@@ -51,7 +51,7 @@ def break_marker(target: Path) -> None:
 
 
 def leave_partial(target: Path) -> None:
-    """What a killed process leaves."""
+    """Leave the files of a killed process."""
     lose_marker(target)
     partial = target.parent / f".{target.name}.partial"
     partial.mkdir()
@@ -135,7 +135,7 @@ except CheckpointError as error:
 
 
 def test_failed_write_is_told_and_leaves_nothing(tmp_path):
-    # A process of its own, because the limit on file sizes cannot be raised again.
+    # In a separate process, because a process cannot raise its limit on file sizes again.
     target = tmp_path / "c" / "m"
     done = subprocess.run([sys.executable, "-c", WRITE_TOO_MUCH, target], capture_output=True, text=True, check=True)
     assert f"cannot write {target}" in done.stdout

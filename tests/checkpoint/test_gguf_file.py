@@ -79,7 +79,7 @@ def gguf_name(name: str) -> str:
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
-    """As `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
+    """Reorder the rows like `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
     return (
         weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
         .swapaxes(1, 2)
@@ -180,7 +180,7 @@ def test_config_is_made_from_the_metadata(arch, features, expected, tmp_path):
 
 
 def test_file_of_the_other_byte_order_is_refused(tmp_path):
-    """Its metadata can be read, and its tensors would be read as other numbers."""
+    """Its metadata can be read, but its tensors would be read as other numbers."""
     path = write_gguf(tmp_path / "m.gguf", "llama", hf_tensors(), endianess=GGUFEndian.BIG)
     with pytest.raises(
         CheckpointError, match=r"m\.gguf is big-endian, unlike this machine: convert it with gguf-convert"
@@ -198,7 +198,7 @@ def test_head_dim_may_differ_from_hidden_over_heads(tmp_path):
 
 
 def test_rotated_scores_equal_those_of_llama_cpp(tmp_path):
-    """q.k after rotation is the same in both layouts: pairs of neighbours there, of halves here."""
+    """q.k after rotation is equal in both layouts: pairs of neighbors in llama.cpp, and pairs of halves here."""
     tensors = hf_tensors()
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors)
     checkpoint = GGUFCheckpoint(path)
@@ -292,7 +292,7 @@ def test_file_cut_after_opening_is_told_in_bytes(tmp_path):
 
 
 def llama3_table(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
-    """Meta's `apply_scaling` (llama-models), frequency by frequency, as the divisor that llama.cpp stores."""
+    """Compute Meta's `apply_scaling` (llama-models) for each frequency, as the divisor that llama.cpp stores."""
     table = []
     for index in range(0, HEAD_DIM, 2):
         wavelength = 2 * math.pi * 500000.0 ** (index / HEAD_DIM)

@@ -17,7 +17,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def metadata_of(tokenizer_json: Path, kind: str, pre: str | None = None, **extra: Any) -> dict[str, Any]:
-    """What llama.cpp's converter would write for a Hugging Face tokenizer."""
+    """Return the metadata that llama.cpp's converter would write for a Hugging Face tokenizer."""
     text = tokenizer_json.read_bytes()
     content = json.loads(gzip.decompress(text) if tokenizer_json.suffix == ".gz" else text)
     ids = dict(content["model"]["vocab"])
@@ -40,7 +40,7 @@ def metadata_of(tokenizer_json: Path, kind: str, pre: str | None = None, **extra
         merges = content["model"]["merges"]
         found["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     else:
-        # A piece's score falls with the place of its merge, as the ranks of SentencePiece's trainer do.
+        # The score of a piece falls with the rank of its merge, as in SentencePiece's trainer.
         places: dict[str, int] = {}
         for place, merge in enumerate(content["model"]["merges"]):
             places.setdefault("".join(merge), place)
@@ -167,7 +167,7 @@ def test_files_load_in_transformers(tmp_path):
     ],
 )
 def test_control_tokens_with_the_name_of_an_end_are_ends(names, kind, expected, tmp_path):
-    """Files of chat models often name only `eos`. A user may type a word that looks like an end: it is none."""
+    """Files of chat models often name only `eos`. A word from a user is never an end, even if it looks like an end."""
     metadata = small()
     metadata["tokenizer.ggml.tokens"] += names
     metadata["tokenizer.ggml.token_type"] += [kind] * len(names)

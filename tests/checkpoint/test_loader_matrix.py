@@ -1,6 +1,6 @@
 """Every combination of files in a model directory loads the tensors that `transformers` loads, or is refused by name.
 
-Without torch the recorded outcomes are checked alone.
+Without torch, only the recorded outcomes are checked.
 """
 
 import json
@@ -25,21 +25,21 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
-# Seeds of the weights in a single file and in shards, so that one can tell which were loaded.
+# Seeds of the weights in a single file and in shards. They tell which weights were loaded.
 IN_SINGLE, IN_SHARDS = 1, 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model directory.
+    """Files in a model directory.
 
     Attributes:
-        single: a `model.safetensors`: "", "complete", or "partial" (a layer norm is missing).
-        shards: "", "complete", "missing file", "missing tensor" or "no index".
-        pickled: there is a `pytorch_model.bin` too.
-        tied: `tie_word_embeddings`.
-        head: the stored head: "none", "equal" to the embedding or "own".
-        extra: there is a tensor that the model does not have.
+        single: state of `model.safetensors`: "", "complete", or "partial" (a layer norm is missing).
+        shards: state of the shards: "", "complete", "missing file", "missing tensor" or "no index".
+        pickled: whether a `pytorch_model.bin` exists.
+        tied: value of `tie_word_embeddings`.
+        head: stored head: "none", "equal" to the embedding or "own".
+        extra: whether the files have a tensor that the model does not have.
     """
 
     single: str
@@ -69,7 +69,7 @@ CASES = [
 
 
 def expected_outcome(case: Case) -> int | str:
-    """The seed of the weights that are loaded, or a part of the error."""
+    """Return the seed of the loaded weights, or a part of the error."""
     if case.single:
         outcome = IN_SINGLE
     elif case.shards == "missing file":
@@ -126,7 +126,7 @@ def write_case(directory: Path, case: Case) -> dict[str, Any]:
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:
-    """The tensors of the model that is loaded, by the names that its parameters take them from."""
+    """Return the tensors of the loaded model by their names in checkpoints."""
     source = ModelSource(EngineConfig(model=str(directory), load_threads=1))
     try:
         dims = ModelDims(ModelConfig.from_hf(source.hf_config), 1, 16, "float32")
@@ -185,7 +185,7 @@ TIED = Case("", "complete", False, True, "none", False)
 
 
 def write_norm_twice(directory: Path, placed_in: str) -> None:
-    """Put a norm of zeros into the first shard and of ones into the second, and name one of them in the index."""
+    """Write a norm of zeros into the first shard and a norm of ones into the second. The index names `placed_in`."""
     write_case(directory, TIED)
     index = json.loads((directory / INDEX).read_text())
     index["weight_map"][NORM] = placed_in

@@ -37,7 +37,7 @@ def test_relative_paths_are_named_by_what_they_lead_to(tmp_path, monkeypatch):
     monkeypatch.chdir(directory)
     assert resolve_model(".") == ResolvedModel("model", directory, "safetensors")
     monkeypatch.chdir(tmp_path)
-    # It looks like a hub name, but a path that exists comes first.
+    # The name looks like a hub name, but an existing path comes first.
     assert resolve_model("org/model") == ResolvedModel("model", directory, "safetensors")
 
 
@@ -114,7 +114,7 @@ except ModelNotFoundError as error:
 
 
 def resolve_with_hub(model: str, **environment: str) -> str:
-    """In a process of its own, because the hub client reads its settings when it is imported."""
+    """Resolve in a separate process, because the hub client reads its settings at import."""
     command = [sys.executable, "-c", RESOLVE, model]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout
 
@@ -129,7 +129,7 @@ def test_hub_that_cannot_be_reached_is_told(tmp_path):
 
 
 def test_hub_name_is_named_by_its_last_part(tmp_path):
-    # What an earlier download left in the hub's own cache.
+    # Files of an earlier download in the hub's own cache.
     repository = tmp_path / "models--org--name"
     snapshot = make_directory(repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()

@@ -109,7 +109,7 @@ def test_reads_real_models_bit_for_bit(model, shared_path):
 
 
 def test_unaligned_tensors_are_read(tmp_path):
-    # The format does not ask writers to align; the header is made odd by hand.
+    # The format does not require alignment. A header of odd length shifts the tensors.
     values = np.arange(4, dtype=np.float32)
     header = json.dumps({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
     header += b" " * (1 + len(header) % 2)

@@ -1,4 +1,4 @@
-"""Models with experts that `LLM.save` wrote answer as before, also at other degrees."""
+"""Models with experts that `LLM.save` wrote give the same answers, also at other degrees."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-moe-mixed", "gpt-oss-mxfp4"])
 def test_saved_experts_answer_alike_at_every_degree(name: str, tmp_path: Path, compile_cache: str):
-    """The model is saved in two shards, and loaded in two and in four."""
+    """The model is saved in two shards and loaded in two and four shards."""
     recorded, prompts = np.load(GOLDEN / f"{name}.npz"), ragged_prompts(211)[2:]
     expected = [recorded[f"tokens_{index}"].tolist() for index in range(2, 5)]
 

@@ -1,4 +1,4 @@
-"""Tensors of the model, from checkpoints that store them in other forms."""
+"""Model tensors from checkpoints that store them in other forms."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def opened(directory: Path) -> tuple[SplitCheckpoint | SafetensorsCheckpoint, Mo
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_fused_and_separate_experts_are_the_same(name: str, tmp_path: Path):
-    """`transformers` stores one tensor for all experts of a layer if it is told not to convert them back."""
+    """`transformers` can store one tensor for all experts of a layer."""
     separate, _ = opened(tiny_model(name, tmp_path))
     names = separate.names()
     tensors = {it: separate.read(it) for it in names if ".experts." not in it}
@@ -75,7 +75,7 @@ def test_sharded_checkpoints_have_the_same_tensors(name: str, tmp_path: Path):
 
 
 def number(code: int) -> float:
-    """Value of 4 bits: sign, 2 bits of exponent, 1 bit of mantissa."""
+    """Return the value of 4 bits: sign, 2 bits of exponent, 1 bit of mantissa."""
     sign, exponent, mantissa = -1 if code & 8 else 1, code >> 1 & 3, code & 1
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1))
 

@@ -1,4 +1,4 @@
-"""Programs that a process cannot all hold: the least recently used go before the limit is reached."""
+"""A process cannot hold all programs. The store drops the least recently used before the limit is reached."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ def test_programs_are_made_once():
 
 
 def test_least_recently_used_go_first(caplog: pytest.LogCaptureFixture):
-    """Ten mappings a program, and room for a thousand: of 92 programs a quarter goes, of 91 none."""
+    """Each program takes 10 mappings, and the limit is 1,000. With 91 programs none is dropped, with 92 a quarter."""
     store = ProgramStore[int](lambda: 10 * len(store), 1000)
     with caplog.at_level(logging.WARNING):
         for number in range(91):
@@ -37,8 +37,9 @@ def test_least_recently_used_go_first(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("of_a_program", [80, 450, 9600])
 def test_mappings_are_counted_as_rarely_as_is_safe(of_a_program: int):
-    """Whatever a program takes, they are noticed within one of it, drop after drop; and few of many small ones have
-    them counted.
+    """For any size, the store notices the limit within one program, drop after drop.
+
+    If programs are small, only few additions count the mappings.
     """
     counted = 0
 
@@ -60,7 +61,7 @@ def test_mappings_are_counted_as_rarely_as_is_safe(of_a_program: int):
 
 
 def test_mappings_of_unlike_programs():
-    """Small ones first, and then only those that take five times the average."""
+    """Small programs come first, and then only large ones."""
     store = ProgramStore[int](lambda: sum(store), 65530)
     sizes = [*[60] * 600, *[460] * 200]
     for number, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""A program is compiled for one group of devices, kept once, and loaded for the others, where it does the same."""
+"""A program is compiled for one group of devices, cached once and loaded for the others, with equal results."""
 
 import logging
 import zlib
@@ -63,7 +63,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_programs() -> None:
-    """JAX has programs of other tests in memory, and would not compile them."""
+    """Clear the programs of other tests. JAX would not compile them again."""
     jax.clear_caches()
 
 
@@ -72,14 +72,14 @@ def executables(llm: LLM) -> list[Executable]:
 
 
 def everywhere(llm: LLM, params: SamplingParams) -> list[tuple[int, ...]]:
-    """The tokens of a prompt on each instance: each takes one request at a time here."""
+    """Return the tokens of a prompt on each instance. Each instance gets one request."""
     count = len(llm.instances)
     outputs = llm.generate([[*PROMPT] for _ in range(count)], params)
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def pointers(llm: LLM) -> list[list[int]]:
-    """Where the caches of all instances lie."""
+    """Return the addresses of the KV caches of all instances."""
     return [
         [shard.data.unsafe_buffer_pointer() for extent in i.site.extents() for shard in extent.addressable_shards]
         for i in engine_of(llm).instances
@@ -87,7 +87,7 @@ def pointers(llm: LLM) -> list[list[int]]:
 
 
 def test_all_devices_compute_the_same_in_place(directory: Path, cache: Path):
-    """Also over two devices, whose sums and exchanges of pages must be their own."""
+    """This includes groups of two devices, whose reductions and page exchanges must stay in the group."""
     tokens = defaultdict(set)
     with LLM(directory, compile_cache=str(cache), prefix_caching=False, **SETTINGS) as llm:
         for degree in (1, 2, 1):
@@ -108,7 +108,7 @@ def test_all_devices_compute_the_same_in_place(directory: Path, cache: Path):
 
 
 def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cache: Path):
-    """Another process (here: without JAX's memory of programs) compiles nothing, whichever device comes first."""
+    """Another process compiles nothing, on any device. The test clears JAX's programs to simulate the process."""
     entries = {path.name for path in cache.glob("amoeba_program-*-cache")}
     with LLM(directory, compile_cache=str(cache), prefix_caching=False, **SETTINGS) as llm:
         before = compiled["by XLA"]
@@ -128,7 +128,7 @@ def test_the_cache_has_each_program_once_and_for_any_device(directory: Path, cac
 
 @pytest.mark.slow
 def test_a_damaged_entry_is_compiled_again(directory: Path, cache: Path, caplog: pytest.LogCaptureFixture):
-    """Also one that can be decompressed, and is something else."""
+    """Here the entry can be decompressed, but it is not a program."""
     with LLM(directory, compile_cache=str(cache), **SETTINGS) as llm:
         expected = everywhere(llm, PARAMS[0])
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Constraints that are invalid, unsupported, or meant to take much time or memory."""
+"""Constraints that are invalid, unsupported, or built to take much time or memory."""
 
 from typing import Any
 
@@ -162,4 +162,4 @@ DEGENERATE: list[Fields] = [
     *({"grammar": grammar} for grammar in _grammars()),
     {"choice": [f"{'x' * 100}{i}" for i in range(1024)]},
 ]
-"""Fields of constraints, most of which are refused. The others are slow or endless."""
+"""Fields of constraints. Most are refused. The others are slow or endless."""

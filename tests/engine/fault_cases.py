@@ -1,7 +1,7 @@
-"""What tests of failures have in common: one load that needs every kind of program, and faults that happen once in it.
+"""One load that needs every kind of program, and faults that happen once in it.
 
-The load runs in the dispatcher thread, step by step: each run makes the same calls in the same order, as long as no
-fault changes what there is to do. So "the third `device_put`" is the same one every time.
+The load runs in the dispatcher thread, step by step. Until a fault changes the work, each run makes the same calls in
+the same order. So "the third `device_put`" is the same call in every run.
 """
 
 import queue
@@ -34,7 +34,7 @@ from amoeba_jax.request import Delivery, Request
 from amoeba_jax.transform.options import TransformOptions
 
 MAX_ROUNDS = 600
-"""Steps after which a load that has not ended never will."""
+"""Rounds after which a load counts as endless."""
 NO_MEMORY = "RESOURCE_EXHAUSTED: injected"
 DONATED: dict[str, tuple[int, ...]] = {
     "step": (1, 2),
@@ -46,7 +46,7 @@ DONATED: dict[str, tuple[int, ...]] = {
     "exchange": (0,),
     "restore": (1,),
 }
-"""Arguments that programs take over, by kind; others take none."""
+"""Indices of donated arguments, by kind of program. Other kinds donate none."""
 
 _COMMON: dict[str, Any] = {"max_tokens": 18, "ignore_eos": True}
 EARLY: dict[str, tuple[list[int], SamplingParams]] = {
@@ -63,7 +63,7 @@ LATE: dict[str, tuple[list[int], SamplingParams]] = {
 
 @dataclass
 class Outcome:
-    """What became of a load's requests, by name, and of its transformations."""
+    """Results of a load's requests, by name, and of its transformations."""
 
     requests: dict[str, tuple[tuple[int, ...], ...] | BaseException] = field(default_factory=dict)
     transformations: list[BaseException | None] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Load:
     """Requests of every kind on 2 x TP1, a merge while they decode, another request at TP2, and a split.
 
     Args:
-        wrap_sink: changes what a sequence's updates go to.
+        wrap_sink: hook that may replace the sink of a sequence.
     """
 
     def __init__(
@@ -97,7 +97,10 @@ class Load:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Raises what ends the engine, and `AssertionError` where requests never end."""
+        """Run the load and return its outcome.
+
+        Raises an `AssertionError` if the requests never end, and any error that ends the engine.
+        """
         forget_prefixes(self._llm)
         in_dispatcher(self._llm, self._drive, engine_of(self._llm))
         for name, (request, deliveries) in self._asked.items():
@@ -141,7 +144,7 @@ class Load:
         self._outcome.transformations.append(error)
 
     def _until(self, engine: Engine, done: Callable[[], bool]) -> None:
-        """What the dispatcher does, but that results are taken in only when all have arrived."""
+        """Run the dispatcher's loop until `done`. Each round collects results only after all have arrived."""
         for _ in range(MAX_ROUNDS):
             if done():
                 return
@@ -158,7 +161,7 @@ class Load:
 
 
 class LoadDuringMerge(Load):
-    """The late requests come while layers switch."""
+    """A load whose late requests arrive while layers switch."""
 
     def _drive(self, engine: Engine) -> None:
         self._submit(engine, EARLY)
@@ -174,8 +177,11 @@ class LoadDuringMerge(Load):
 
 
 class PausingLoad(Load):
-    """The same requests; the early ones pause while the late ones run on both devices, and go on when these have ended,
-    or, if `early`, while they run."""
+    """A load whose early requests pause while the late requests run on both devices.
+
+    Args:
+        early: whether the early requests resume before the late requests end.
+    """
 
     def __init__(self, llm: LLM, early: bool = False):
         super().__init__(llm)
@@ -190,26 +196,26 @@ class PausingLoad(Load):
         self._until(engine, lambda: self._have(LATE, 2 if self._early else 18))
         if len(engine.instances) == 1:
             self._transform(engine, 1)
-        if len(engine.instances) == 1:  # that was what failed
+        if len(engine.instances) == 1:  # the split failed
             self._until(engine, lambda: self._have(LATE, 18))
             self._transform(engine, 1)
         self._until(engine, lambda: not engine.has_requests)
 
 
 class Faults:
-    """Has a program, or what is done for one, fail once.
+    """Makes a program fail once, when it is compiled, loaded, called or read.
 
     Args:
-        kind: of programs.
-        how: `compile` (compiling fails), `load` (loading it from bytes fails), `before` (the program raises before
-            it has taken its donated arguments), `after` (it raises when it has), `poison` (it fails while it runs: its
-            results, and all that is computed from them, cannot be read), `unread` (its results are there, and the next
-            copy to the host fails).
-        number: which of the kind's calls, or compilations, from 1; 0: none.
+        kind: kind of program.
+        how: `compile` (compilation fails), `load` (loading from bytes fails), `before` (the call raises before it
+            takes its donated arguments), `after` (the call raises after it took them), `poison` (the program fails
+            while it runs: its results and all values computed from them are unreadable), `unread` (the results arrive,
+            but the next copy to the host fails).
+        number: failing call or compilation of the kind, counted from 1. 0 means none.
 
     Attributes:
-        calls: of programs, by kind.
-        happened: the fault has.
+        calls: number of calls, by kind of program.
+        happened: whether the fault has happened.
     """
 
     def __init__(self, kind: str = "", how: str = "", number: int = 0):
@@ -221,7 +227,7 @@ class Faults:
 
     @contextmanager
     def injected(self, llm: LLM) -> Iterator["Faults"]:
-        """While this lasts. The programs that are to fail when they are made are dropped first."""
+        """Inject the fault during the block. For `compile` and `load`, drop the programs of the kind first."""
         if self.how in ("compile", "load"):
             in_dispatcher(llm, drop_programs, engine_of(llm), self.kind)
         get, compile_program, read = Executables.get, compiling.compile_program, ResultReader.read
@@ -274,7 +280,7 @@ class Faults:
         return failed
 
     def call(self, program: jax.stages.Compiled, request: ProgramSpec, arguments: tuple[Any, ...]) -> Any:
-        """Call a program, unless it is the one that fails."""
+        """Call a program. The chosen call fails."""
         self.calls[request.kind] += 1
         if self.how in ("compile", "load") or request.kind != self.kind or self.calls[self.kind] != self.number:
             return program(*arguments)
@@ -307,21 +313,23 @@ class _Program:
 
 
 def drop_programs(engine: Engine, kind: str) -> None:
-    """Have the programs of a kind loaded again when they are needed."""
+    """Drop the programs of a kind. Their next use loads them again."""
     programs = engine.cluster.executables._store._programs
     for key in [key for key, executable in programs.items() if executable.spec.kind == kind]:
         del programs[key]
 
 
 def poisoned(array: jax.Array) -> jax.Array:
-    """An array like one of a program that failed while it ran: to read it, or what follows from it, raises that."""
+    """Return a copy of an array. Reading the copy, or values computed from it, raises as after a failed program."""
     shards = [shard.data + _failing(shard.device).astype(array.dtype) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def _failing(device: jax.Device) -> jax.Array:
-    """The result of a program that fails while it runs. On CPU its call would raise, were its argument there by then:
-    so that is something which takes a while."""
+    """Return the result of a program that fails while it runs.
+
+    On CPU, the call itself raises if its argument is ready. So the argument takes a while to compute.
+    """
     for _ in range(20):
         try:
             return _fail(_take_long(jax.device_put(np.ones((768, 768), np.float32), device)))
@@ -344,7 +352,7 @@ def _fail(number: jax.Array) -> jax.Array:
 
 
 def only_fault(call: Callable[..., Any], number: int, error: Exception) -> tuple[Callable[..., Any], list[int]]:
-    """`call`, which fails the `number`-th time (from 1; 0: never), and the number of calls so far."""
+    """Return `call`, wrapped to fail at call `number` (from 1, never if 0), and the number of calls so far."""
     count = [0]
 
     def wrapped(*arguments: Any, **options: Any) -> Any:

@@ -71,7 +71,7 @@ _TIME = r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(z|[+-]([01]\d|2[0-3]):[0-
 
 @FORMATS.checks("date")
 def is_date(value: object) -> bool:
-    """Return whether a text is a date of RFC 3339. Python has no year 0, which is a leap year."""
+    """Return whether a text is a date of RFC 3339. Its leap year 0 does not exist in Python."""
     if not isinstance(value, str):
         return True
     if re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII) is None:
@@ -132,7 +132,7 @@ _COMPOUND = ["object", "map", "array", "tuple", "anyOf", "allOf", "types", "tree
 
 
 def random_schema(random: np.random.Generator) -> dict[str, Any]:
-    """A schema of keywords that are supported. Most texts end soon."""
+    """Return a schema of supported keywords. Most of its texts are short."""
     return _random_schema(random, 2) | {"$defs": {"tree": TREE}}
 
 

@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the value and the limit, and harms nothing else."""
+"""Bad input raises an error that names the value and the limit. It affects nothing else."""
 
 import json
 import struct
@@ -97,8 +97,10 @@ def test_budget_below_the_weights_says_how_much_is_needed(directory: Path):
 
 
 def test_device_with_less_memory_than_the_budget(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    """As where other programs use the device too. JAX makes arrays later, and the engine says so when it starts, not
-    with its first step."""
+    """For example, other programs use the device too.
+
+    JAX allocates arrays asynchronously. The engine reports the error when it starts, not with its first step.
+    """
     from amoeba_jax.instances import cluster
 
     def awaited(arrays: Any) -> Any:

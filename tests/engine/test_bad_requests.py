@@ -1,4 +1,4 @@
-"""A bad request fails alone among others, with a message that names value and limit, for whatever it is bad."""
+"""A bad request fails alone. Its message names the value and the limit."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "progress": False,
 }
 
-# What is wrong: the prompt, its settings, and what the message must say.
+# Prompt, settings and a pattern of the message, by fault.
 BAD_REQUESTS: dict[str, tuple[Any, SamplingParams, str]] = {
     "token above": ([1, 512], GREEDY, r"token id 512 at position 1 .*\[0, 512\)"),
     "token below": ([1, 2, -1], GREEDY, r"token id -1 at position 2 .*\[0, 512\)"),
@@ -136,7 +136,7 @@ def test_what_needs_a_tokenizer_fails_alone(
 
 
 def test_settings_that_leave_no_token_harm_nobody(llm: LLM, expected: list):
-    """Every token is banned once the first is there: what comes is undefined, but it ends, and is a token."""
+    """After the first token, every token is banned. Later tokens are undefined but valid, and the request ends."""
     params = SamplingParams(allowed_token_ids=[A], bad_words=["a a"], max_tokens=4, ignore_eos=True, seed=1)
     first, odd, last = llm.generate([GOOD[0], [1, 2], GOOD[1]], [GREEDY, params, GREEDY])
     assert [tokens(first), tokens(last)] == expected

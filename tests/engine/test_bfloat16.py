@@ -1,4 +1,4 @@
-"""Models with experts in bfloat16: as close to f32 as `transformers` in bfloat16 is."""
+"""Models with experts in bfloat16 are as close to float32 as `transformers` in bfloat16."""
 
 from pathlib import Path
 
@@ -22,9 +22,9 @@ def rms(x: np.ndarray) -> float:
     ("name", "tp"), [("qwen3-moe", 1), ("qwen3-moe", 4), ("mixtral", 2), ("qwen2-moe", 4), ("gpt-oss-one-rank", 4)]
 )
 def test_bfloat16_is_as_exact_as_transformers(name: str, tp: int, tmp_path: Path, compile_cache: str):
-    """`transformers` differs from itself in f32 by `noise`. Two independent roundings differ by 1.4 times as much.
+    """`noise` is the error of `transformers` in bfloat16. Two independent roundings differ by 1.4 times as much.
 
-    The tokens of the model `gpt-oss` are left out: in bfloat16, one of them goes to other experts.
+    The model `gpt-oss` is left out: in bfloat16, one of its tokens goes to other experts.
     """
     recorded, prompt = np.load(GOLDEN / f"{name}.npz"), ragged_prompts(211)[-1]
     exact, theirs = recorded["logits_4"], recorded["bfloat16_logits"]

@@ -1,4 +1,4 @@
-"""Programs that are missing are compiled beside the steps of running requests: each waits for its own alone."""
+"""Missing programs are compiled beside the steps of running requests. A request waits only for its own programs."""
 
 import queue
 import re
@@ -56,13 +56,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose programs take half the time to compile, where no layers change."""
+    """A model of one layer, for tests in which no layers switch. Its programs compile in half the time."""
     return write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture
 def cold(one_layer: Path) -> Iterator[LLM]:
-    """One device, and no program yet."""
+    """Yield an engine on one device without programs."""
     with LLM(one_layer, **SETTINGS) as llm:
         yield llm
 
@@ -82,7 +82,7 @@ Started = list[tuple[Request, "queue.SimpleQueue[Delivery]"]]
 
 
 def made(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Started:
-    """Requests, to be given to the engine by `submit_all` in one go."""
+    """Return requests that `submit_all` can submit together."""
 
     def make(prompt: list[int]) -> tuple[Request, "queue.SimpleQueue[Delivery]"]:
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
@@ -100,7 +100,7 @@ def tokens_of(started: Started) -> list[list[tuple[int, ...]]]:
 
 
 def test_a_request_goes_on_while_the_next_waits_for_its_program(cold: LLM):
-    cold.generate([[1, 2, 3]], greedy(4))  # a prompt alone, and one decode
+    cold.generate([[1, 2, 3]], greedy(4))  # compiles a prompt alone and one decode
     gate = CompileGate(cold)
     first = Background(cold, [[4, 5, 6]], greedy(200))
     wait_until_decoding(cold, 1)
@@ -128,7 +128,7 @@ def test_a_larger_step_does_meanwhile(cold: LLM):
 
 
 def test_decodes_go_on_in_the_step_of_their_prompt(cold: LLM):
-    """Until there is a step without room for a prompt, which is the next to come."""
+    """The step without room for a prompt is the next to compile. Its compilation is delayed here."""
     background = engine_of(cold).cluster.executables.background
     compile, arrived = background._compile, threading.Event()
 
@@ -169,11 +169,13 @@ def test_a_program_that_fails_ends_those_who_need_it(cold: LLM):
 
 
 def test_a_step_whose_program_fails_is_computed_in_another_shape(cold: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Programs for 8 requests are there; those for one cannot be compiled, and it does not need them. They are compiled
-    again after a while, a few times."""
+    """Programs for 8 requests are ready. Programs for one request fail to compile, but it does not need them.
+
+    The engine retries the compilation a few times, at intervals.
+    """
     asked = [[n + 1, 2, 3] for n in range(8)]
     together = made(cold, asked, greedy(60))
-    in_dispatcher(cold, submit_all, engine_of(cold), together)  # one by one, the first could run alone
+    in_dispatcher(cold, submit_all, engine_of(cold), together)  # submitted one by one, the first could run alone
     expected = tokens_of(together)
     background = cold._engine.cluster.executables.background
     compile, failed = background._compile, []
@@ -210,7 +212,7 @@ def test_a_step_whose_program_fails_is_computed_in_another_shape(cold: LLM, monk
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Programs that are compiled where steps are launched."""
+    """Return a list that collects the programs compiled at a launch."""
     made: list[str] = []
     make = Executables._make
 
@@ -224,7 +226,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_load_and_transformations_from_the_start(directory: Path, between: list[str]):
-    """No one waits for a program that others need."""
+    """No request waits for a program that only others need."""
     with LLM(directory, num_devices=4, **SETTINGS) as llm:
         asked = requests(12, max_tokens=60)
         loads = [Background(llm, *asked) for _ in range(2)]
@@ -240,7 +242,7 @@ def test_load_and_transformations_from_the_start(directory: Path, between: list[
 
 @pytest.mark.slow
 def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(directory: Path, between: list[str]):
-    """Those of the instances to come, whose devices have not sampled such a request yet."""
+    """The devices of the new instances have not sampled such a request yet."""
     penalized = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=12, ignore_eos=True)
     with LLM(directory, num_devices=2, **SETTINGS) as llm:
         for degree in (2, 1, 2):
@@ -248,7 +250,7 @@ def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(d
             wait_until_decoding(llm, 4)
             llm.transform(degree, layers_per_step=1)
             running.result()
-        prompts = [[4, 5, 6], [7, 8, 9]]  # for each of the devices
+        prompts = [[4, 5, 6], [7, 8, 9]]  # one for each device
         expected = tokens(llm.generate(prompts, penalized))
         running = Background(llm, [[n + 1, 2, 3] for n in range(4)], greedy(200))
         wait_until_decoding(llm, 4)
@@ -269,7 +271,7 @@ def test_a_request_that_starts_while_layers_switch_has_its_programs_afterwards(d
 
 
 def test_a_warmup_in_the_background(directory: Path):
-    """Degrees get ready one after the other, that of the present instances first."""
+    """Degrees become ready one after the other. The degree of the present instances comes first."""
     with LLM(directory, num_devices=2, **SETTINGS | {"max_num_seqs": 2}, strict_compile=True) as llm:
         llm.warmup([1])
         gate = CompileGate(llm)
@@ -300,7 +302,7 @@ def test_a_warmup_in_the_background(directory: Path):
 def test_a_transformation_says_what_it_waits_for(
     one_layer: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """In log lines, in the totals of the engine, and in its report."""
+    """Log lines, the statistics of the engine and the report say it."""
     monkeypatch.setattr(change, "_LOG_INTERVAL_S", 0.0)
     with LLM(one_layer, num_devices=2, **SETTINGS) as llm, ThreadPoolExecutor(1) as pool:
         llm.generate([[1, 2, 3]], greedy(4))
@@ -370,7 +372,7 @@ def test_a_warmup_in_the_background_that_finds_everything(cold: LLM):
 
 @pytest.mark.slow
 def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
-    """A request that needs it waits, and is served as soon as it is."""
+    """A request that needs the degree waits until the degree is ready."""
     settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
     with LLM(directory, num_devices=2, **settings) as llm:
         llm.warmup([1])
@@ -392,7 +394,7 @@ def test_a_policy_does_not_plan_for_a_degree_that_is_not_ready(directory: Path):
 
 
 def test_a_policy_waits_for_programs_that_no_warmup_brings(directory: Path):
-    """The first scale-up is refused, and asked for again when the programs are there."""
+    """The first scale-up is refused. The policy asks again when the programs are ready."""
     settings = SETTINGS | {"kv_cache_tokens": 64, "max_num_seqs": 2, "max_model_len": 100}
     with LLM(directory, num_devices=2, **settings) as llm:
         scheduling = Scheduling(llm, SchedulingConfig("amoeba"), ServerMetrics())

@@ -1,4 +1,4 @@
-"""Sharing an instance changes nothing about a request's tokens: preemption, cached prefixes, chunks, siblings."""
+"""Sharing an instance does not change a request's tokens: preemption, cached prefixes, chunks, siblings."""
 
 import asyncio
 import dataclasses
@@ -52,7 +52,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
 
 
 def smallest_memory(llm: LLM, num_pages: int) -> int:
-    """A device budget that leaves the KV cache that many pages."""
+    """Return a device budget that leaves `num_pages` pages for the KV cache."""
     plan = engine_of(llm).cluster.memory_plan
     fixed = plan.weight_bytes + plan.activation_bytes + plan.sampling_bytes + plan.hidden_bytes
     return fixed + num_pages * plan.page_bytes * llm.dims.config.num_layers
@@ -71,8 +71,10 @@ def smallest_memory(llm: LLM, num_pages: int) -> int:
 def test_preemption_changes_no_tokens(
     llm: LLM, directory: Path, settings: dict, params: SamplingParams, prefix_caching
 ):
-    """Pages for two prompts, and for hardly more than one request's tokens in the end: whatever the timing, one of
-    two that run together has to make way."""
+    """The pages hold two prompts, but little more than one request with its output.
+
+    So one of two running requests is always preempted.
+    """
     params = dataclasses.replace(params, max_tokens=32)
     requests = prompts(8, 20, 28)
     expected = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in requests]
@@ -106,13 +108,13 @@ def test_cached_prefix_changes_no_tokens_and_saves_the_work(directory: Path, set
         assert llm.stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize("length", [8, 11])  # a prompt that ends with its page, and one that does not
+@pytest.mark.parametrize("length", [8, 11])  # the prompt ends at the end of a page, or within a page
 def test_samples_share_the_prompt_and_differ(llm: LLM, length: int):
     prompt = prompts(1, length, length + 1)[0]
     params = SamplingParams(n=3, temperature=1.2, seed=9, max_tokens=8, ignore_eos=True)
     before = llm.stats.prompt_tokens
     (output,) = llm.generate([prompt], params, cache_salt=f"of {length} tokens")
-    # The prompt once, and its last token again for each of the others.
+    # The prompt once, and its last token again for each sibling.
     assert llm.stats.prompt_tokens - before == length + 2
     assert [o.index for o in output.outputs] == [0, 1, 2]
     samples = [o.token_ids for o in output.outputs]
@@ -144,7 +146,7 @@ def test_prompt_logprobs_are_those_of_the_logits(llm: LLM):
 
 
 def test_lower_priority_values_are_served_first(llm: LLM):
-    """Five at a time do not fit: of those that wait, the urgent ones start first."""
+    """Only four requests run at once. Among waiting requests, the urgent requests start first."""
     requests = prompts(12, 5, 10)
     params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, priority=i % 2) for i in range(12)]
     outputs = llm.generate(requests, params)

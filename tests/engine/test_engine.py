@@ -39,7 +39,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 
 def one_layer(name: str) -> dict[str, Any]:
-    """config.json of a tiny model whose programs take half the time to compile."""
+    """Return the config.json of a tiny model of one layer. Its programs compile in half the time."""
     return tiny_config(name) | {"num_hidden_layers": 1}
 
 
@@ -65,7 +65,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
     ids=["greedy", "seeded"],
 )
 def test_tokens_do_not_depend_on_batch_instance_or_degree(llm: LLM, params: SamplingParams):
-    """More requests than fit at once: neighbours, instance and degree differ from the runs one by one."""
+    """More requests than fit at once. Neighbors, instances and degrees differ from single runs."""
     requests = prompts(11)
     llm.set_layout(1)
     alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in requests]
@@ -148,7 +148,7 @@ def test_layout_does_not_change_under_running_requests(llm: LLM):
 
 
 def test_request_checked_in_one_layout_is_not_stuck_in_another(tmp_path: Path, compile_cache: str):
-    """The layout may change between a caller's check and the engine taking the request."""
+    """The layout may change after the caller checks a request and before the engine takes it."""
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 1, "device_memory": "700KiB", "progress": False}
     directory = tiny_model("llama2", tmp_path)
     with LLM(directory, num_devices=2, tensor_parallel_size=2, compile_cache=compile_cache, **settings) as llm:
@@ -161,7 +161,7 @@ def test_request_checked_in_one_layout_is_not_stuck_in_another(tmp_path: Path, c
 
 
 def test_abandoned_stream_may_be_collected_in_any_thread(llm: LLM):
-    """The finalizer must not wait for the dispatcher: it may be the dispatcher that runs it."""
+    """The finalizer must not wait for the dispatcher, because the dispatcher itself may run it."""
     holder: dict = {}
     stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     next(stream)
@@ -265,5 +265,5 @@ def test_segments_give_the_same_logits(tmp_path: Path, compile_cache: str):
             results.append(llm.logits(list(range(40)), decode_from=30))
             steps = [executable.spec.key for executable in engine_of(llm).cluster.executables]
     np.testing.assert_allclose(results[0], results[1], atol=1e-6)
-    # Two layers of one executable, and a head, each for prefill and decode.
+    # One program for both layers and one for the head, each for prefill and decode.
     assert len(steps) == 2 * len({key.batch for key in steps if isinstance(key, StepKey)})

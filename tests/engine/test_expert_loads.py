@@ -1,4 +1,4 @@
-"""Loads of experts are counted on the devices, and experts are dealt to ranks by measured loads."""
+"""Devices count the loads of experts, and experts are dealt to ranks by measured loads."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def expected_tokens(llm: LLM) -> int:
-    """Pairs of a token and an expert in a layer: the last token of an answer is never computed."""
+    """Return the number of token-expert pairs in a layer. The last token of an answer is never computed."""
     prompts = ragged_prompts(llm.dims.config.vocab_size)
     experts = llm.dims.config.experts
     assert experts is not None

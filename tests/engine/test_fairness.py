@@ -1,4 +1,4 @@
-"""Who waits for whom when there is more to serve than fits."""
+"""Order in which requests are served if not all fit."""
 
 import threading
 from collections.abc import Iterator
@@ -15,13 +15,14 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_com
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 4, 18, 4
 CONTEXT = 64
 ATTEMPTS = 20
-"""How often to try where a request must come while others run, which the machine may be too busy for."""
+"""Attempts to make a request arrive while others run. On a busy machine it may arrive too late."""
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """Pages for one sequence of the full context, and hardly more. Without cached prefixes, which change the order
-    of nothing but make lengths of runs harder to tell.
+    """Yield an engine with pages for hardly more than one sequence of the full context.
+
+    Prefix caching is off. It does not change the order, but makes the lengths of runs harder to predict.
     """
     directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "one")
     settings = {
@@ -62,7 +63,7 @@ def finished(output: RequestOutput) -> float:
 
 
 def test_requests_of_one_priority_start_in_the_order_of_their_arrival(llm: LLM):
-    """Twenty times as many as have a slot, of all lengths, with preemption."""
+    """There are twenty times as many requests as slots, of all lengths, with preemption."""
     random = np.random.default_rng(4)
     prompts = random_prompts(80, 1, 44)
     params = [greedy(int(n)) for n in random.integers(1, 20, len(prompts))]
@@ -82,7 +83,7 @@ def test_few_later_requests_finish_before_an_earlier_one_has_its_first_token(llm
 
 
 def test_long_prompt_starts_in_its_turn_among_short_ones(llm: LLM):
-    """It needs nearly all pages, so those behind it wait for it instead of taking what becomes free."""
+    """It needs nearly all pages. Later requests wait for it instead of taking free pages."""
     prompts = random_prompts(60, 2, 8)
     prompts[20] = random_prompts(1, 60, 61)[0]
     outputs = llm.generate(prompts, greedy(4))
@@ -116,7 +117,7 @@ def test_long_prompt_is_served_while_short_ones_keep_coming(llm: LLM):
 
 
 def test_low_priority_ends_once_the_high_priority_load_has(llm: LLM):
-    """Preempted by those, it then runs to its end without being preempted again."""
+    """The load preempts it. Afterwards it runs to its end without another preemption."""
     (prompt,) = random_prompts(1, 20, 21)
     expected = alone(llm, prompt, greedy(40))
     for _ in range(ATTEMPTS):
@@ -152,7 +153,7 @@ def test_high_priority_takes_the_slot_of_the_last_low_one(llm: LLM):
 
 
 def test_sequences_that_cannot_grow_together_take_turns_and_all_end(llm: LLM):
-    """Each needs nearly all pages in the end. The oldest always moves on, so preemptions are no more than pages."""
+    """Each needs nearly all pages in the end. The oldest always advances, so a page costs at most one preemption."""
     prompts = random_prompts(6, 4, 5)
     before = llm.stats
     outputs = llm.generate(prompts, greedy(60))

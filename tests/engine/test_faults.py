@@ -1,7 +1,7 @@
-"""Whatever fails once ends one request or one transformation at most: all others get the tokens that they always get.
+"""A single fault ends at most one request or one transformation. All others get their usual tokens.
 
-Logits that are no numbers are in test_nan_logits.py, failures at each boundary of a transformation in
-test_transform.py, and weights or caches that cannot be made again in test_out_of_service.py.
+Other files test logits that are not numbers (test_nan_logits.py), failures at each boundary of a transformation
+(test_transform.py), and weights or caches that cannot be rebuilt (test_out_of_service.py).
 """
 
 import json
@@ -60,7 +60,7 @@ CALLS = {
     "token_logprobs": 1,
     "take_column": 1,
 }
-"""Programs of each kind in one load."""
+"""Calls of each kind of program in one load."""
 RESULTS = ("head", "sample", "sample_full", "token_logprobs", "take_column")
 """Programs whose results the host reads soon."""
 
@@ -71,12 +71,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ELSEWHERE: dict[int, int] = {}
-"""Bytes of each device that tests before these left in this process."""
+"""Bytes on each device that earlier tests left in this process."""
 
 
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """2 x TP1."""
+    """Yield an engine with 2 x TP1."""
     ELSEWHERE.update(live_bytes())
     with LLM(directory, compile_cache=compile_cache, **SETTINGS) as llm:
         Load(llm).run()
@@ -86,7 +86,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> dict[str, Any]:
-    """Tokens of the load without a fault."""
+    """Return the tokens of the load without a fault."""
     outcome = Load(llm).run()
     assert not outcome.failures
     return outcome.tokens
@@ -94,25 +94,25 @@ def expected(llm: LLM) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_records() -> Iterator[None]:
-    """Pytest keeps log records, and with their errors the frames in which these came up, and device buffers."""
+    """Disable logging. Pytest keeps log records, whose errors keep stack frames and device buffers alive."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
 
 
 def ledgers(llm: LLM) -> list[dict[Any, int]]:
-    """Each device's, but for what has no bytes."""
+    """Return the entries of each device's ledger, without empty entries."""
     return [{key: size for key, size in it.entries.items() if size} for it in engine_of(llm).cluster.ledgers]
 
 
 def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dict[Any, int]]) -> None:
-    """One failure at most, of a known kind; all else as ever, then and afterwards."""
+    """Check that at most one failure of a known kind happened, and that another load gives the expected tokens."""
     assert len(outcome.failures) <= 1, outcome.failures
     for error in outcome.failures:
         assert isinstance(error, RequestFailedError | TransformError | RequestError), repr(error)
     outcome.failures.clear()
     assert outcome.tokens == {name: expected[name] for name in outcome.tokens}
-    if len(llm.instances) == 1:  # the split was what failed
+    if len(llm.instances) == 1:  # the split failed
         llm.transform(1)
     again = Load(llm).run()
     assert not again.failures
@@ -122,12 +122,12 @@ def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dic
     page = llm.dims.pages.page_elems * 4
     live = live_bytes()
     for device, ledger in enumerate(engine_of(llm).cluster.ledgers):
-        # Inputs of the last steps are not booked.
+        # The ledger does not contain the inputs of the last steps.
         assert 0 <= live[device] - ledger.live_bytes < 8 * page + ELSEWHERE.get(device, 0)
 
 
 def cases(slow: bool) -> Iterator[Any]:
-    """Kind of program, how it fails, and in which of its calls."""
+    """Yield a kind of program, its way of failing, and the number of the failing call."""
     for kind, calls in CALLS.items():
         for how in ("before", "after", "unread", "compile", "load"):
             if (how == "unread" and kind not in RESULTS) or (how == "load" and kind not in ("step", "exchange")):
@@ -196,7 +196,7 @@ def test_programs_that_fail_where_a_request_starts_while_layers_switch(
 def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
     llm: LLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """The group is out of service, and at once in service again: this memory was missing twice."""
+    """The group goes out of service and returns at once, because memory is missing only twice."""
     before = ledgers(llm)
     made, count = InstanceFactory.empty_instance, [0]
 
@@ -218,7 +218,7 @@ def test_a_cache_that_cannot_be_made_again_after_a_failed_switch(
 def test_a_group_gives_up_what_it_has_before_it_is_made_again(
     llm: LLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """The weights that a split has restored cannot be read."""
+    """The weights that a split restored cannot be read."""
     before, failed, held = ledgers(llm), [], []
     fail, make = Relayout.fail_settled, InstanceFactory.empty_instance
 
@@ -251,7 +251,7 @@ def test_a_group_gives_up_what_it_has_before_it_is_made_again(
 
 
 def test_a_failed_step_forgets_no_token_of_another_instance(llm: LLM, expected: dict[str, Any]):
-    """A request was preempted in the midst of its prompt, and has begun elsewhere before its step there failed."""
+    """A request was preempted during its prompt. It runs on another instance when its step on the first one fails."""
     before, load = ledgers(llm), Load(llm)
 
     def drive(engine: Engine) -> None:
@@ -275,7 +275,7 @@ def test_a_failed_step_forgets_no_token_of_another_instance(llm: LLM, expected: 
 
 @pytest.mark.parametrize("name", ["greedy", "two", "late"])
 def test_a_sink_that_raises_ends_its_sequence(llm: LLM, expected: dict[str, Any], name: str):
-    """Nothing can be told of a request whose news goes nowhere."""
+    """The engine cannot report anything to a broken sink."""
     before = ledgers(llm)
     broken: list[Sequence] = []
 

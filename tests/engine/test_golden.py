@@ -1,4 +1,4 @@
-"""Real trained models answer as recorded from an independent implementation."""
+"""Trained models give the answers that were recorded from an independent implementation."""
 
 import json
 from importlib.util import find_spec
@@ -12,12 +12,12 @@ from chat_prompts import CHAT_PROMPTS
 from amoeba_jax import LLM, RequestOutput, SamplingParams
 
 CLOSE_CALL = 1e-3
-"""Steps whose two best logits are closer than this may go either way."""
+"""Gap of the two best logits below which either token is correct."""
 
 
 SETTINGS: dict[str, Any] = {"num_devices": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4, "progress": False}
 
-# Degrees, and whether all texts run, on all instances, or one: each instance compiles programs of its own.
+# Degrees, and whether all texts run. All texts use all instances, and each instance compiles its own programs.
 NONE = pytest.param((4,), False, id="one text in one layout")
 ALL = pytest.param((1, 2, 4), True, id="all texts in all layouts", marks=pytest.mark.slow)
 
@@ -61,7 +61,7 @@ def _check_layouts(llm: LLM, cases: list[dict], degrees: tuple[int, ...], all_te
 
 
 def _fork(case: dict, output: RequestOutput) -> bool:
-    """Whether the continuation forks, which it may at a close call only."""
+    """Return whether the continuation forks. It may fork only at a close call."""
     expected, gaps = case["greedy_ids"], case["top2_gap"]
     tokens = list(output.outputs[0].token_ids)
     for step, (token, wanted) in enumerate(zip(tokens, expected, strict=False)):

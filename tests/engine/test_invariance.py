@@ -1,8 +1,8 @@
-"""A request's tokens are its own: not its neighbours', its instance's, its degree's or its history's.
+"""A request's tokens do not depend on its neighbors, its instance, its degree or its history.
 
-For a real model and a random one. Everything but the degree leaves the arithmetic of a token nearly as it is; the
-degree changes the order of sums. So greedy tokens may differ where two logits are closer than `TIE`. Seeded ones may
-not: the prompts are such that no draw falls on an edge.
+The tests use a trained model and a random model. The degree changes the order of sums. Everything else leaves the
+arithmetic of a token nearly unchanged. So greedy tokens may differ if two logits are closer than `TIE`. Seeded tokens
+must not differ: the prompts are chosen so that no draw falls on an edge.
 """
 
 import json
@@ -28,7 +28,7 @@ NUM_REQUESTS = 8
 
 @dataclass(frozen=True)
 class Reference:
-    """Requests with the tokens that each gives alone, on one device, in chunks of 16."""
+    """Requests, with the tokens of each request alone on one device, in chunks of 16."""
 
     directory: Path
     settings: dict[str, Any]
@@ -38,7 +38,7 @@ class Reference:
     llm: LLM
 
     def check(self, llm: LLM, outputs: Sequence[RequestOutput]) -> None:
-        """Outputs of all requests have these tokens, up to a tie."""
+        """Check that the outputs of all requests have these tokens, up to a tie."""
         for index, output in enumerate(outputs):
             self.check_one(llm, index, output.outputs[0].token_ids)
 
@@ -54,7 +54,7 @@ class Reference:
 
 
 def make_params() -> list[SamplingParams]:
-    """Greedy and seeded in turn."""
+    """Return greedy and seeded settings in turn."""
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     return [
         SamplingParams(temperature=0.8, top_p=0.9, seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -101,7 +101,7 @@ def test_in_a_batch(reference: Reference):
 
 @pytest.mark.slow
 def test_with_cached_prefixes(reference: Reference):
-    """Each finds all full pages of itself, those of its output included."""
+    """Each request finds all full pages of its prompt."""
     for prompt, params in zip(reference.prompts, reference.params, strict=True):
         reference.llm.generate([prompt], params)
     outputs = reference.llm.generate(reference.prompts, reference.params)
@@ -117,7 +117,7 @@ def test_in_chunks_of_another_size(reference: Reference):
         for index, (prompt, params) in enumerate(zip(reference.prompts, reference.params, strict=True)):
             steps = llm.stats.steps
             reference.check_one(llm, index, alone(llm, prompt, params)[0].token_ids)
-            chunks = 2 if 16 < len(prompt) <= 32 else 1  # one of 64 would not be half full
+            chunks = 2 if 16 < len(prompt) <= 32 else 1  # a chunk of 64 would not be half full
             assert llm.stats.steps - steps == MAX_TOKENS + chunks - 1
 
 
@@ -127,7 +127,7 @@ def test_with_preemption(reference: Reference):
     settings["kv_cache_tokens"] = 11 * settings["page_size"]
     with LLM(reference.directory, **settings) as llm:
         preempted = set()
-        for order in (range(NUM_REQUESTS), range(NUM_REQUESTS)[::-1]):  # the later of two is preempted
+        for order in (range(NUM_REQUESTS), range(NUM_REQUESTS)[::-1]):  # the later of two requests is preempted
             prompts, params = [reference.prompts[i] for i in order], [reference.params[i] for i in order]
             for index, output in zip(order, llm.generate(prompts, params), strict=True):
                 reference.check_one(llm, index, output.outputs[0].token_ids)
@@ -146,7 +146,7 @@ def test_at_every_degree_on_every_instance(reference: Reference, num_devices: in
             instances = engine_of(llm).instances
             for index, (prompt, params) in enumerate(zip(reference.prompts, reference.params, strict=True)):
                 launched = [instance.num_launched for instance in instances]
-                # As many at once as there are instances: one each.
+                # One request for each instance.
                 outputs = llm.generate([prompt] * len(instances), params)
                 for output in outputs:
                     reference.check_one(llm, index, output.outputs[0].token_ids)

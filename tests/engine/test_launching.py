@@ -1,4 +1,4 @@
-"""When steps are launched: the next one while the one before computes, and calls in between."""
+"""Launch order: a step is launched while the previous step computes, and calls are served between launches."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 
 class Launches:
-    """How many steps were pending when each step was launched, and when the second one was."""
+    """Records the number of pending steps at each launch. `second` is set by a launch behind a pending step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.pending: list[int] = []
@@ -47,7 +47,7 @@ class Launches:
 
 
 def test_a_step_is_launched_while_the_one_before_computes(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """No result is taken before that step is there."""
+    """No result is taken before the second step is launched."""
     launches, done = Launches(monkeypatch), PendingStep.done.fget
     assert done is not None
     monkeypatch.setattr(PendingStep, "done", property(lambda step: launches.second.is_set() and done(step)))
@@ -62,7 +62,7 @@ def test_a_step_is_launched_while_the_one_before_computes(llm: LLM, monkeypatch:
 def test_a_call_that_comes_while_a_step_is_launched_is_served_before_the_next_is(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """An urgent request must not wait until every instance has all the steps that it may have in flight."""
+    """An urgent request must not wait until every instance has launched as many steps as it may."""
     events: list[str] = []
     launch = Steps.launch
 
@@ -82,7 +82,7 @@ def test_a_call_that_comes_while_a_step_is_launched_is_served_before_the_next_is
 def test_instances_take_turns(
     tmp_path_factory: pytest.TempPathFactory, compile_cache: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each launches one step before any launches a second, and calls come in between."""
+    """Each instance launches one step before any instance launches a second. Calls are served in between."""
     turns: list[int] = []
     launch = Steps.launch
 

@@ -1,4 +1,4 @@
-"""Interrupts, several engines in one process, and what closing gives back."""
+"""Interrupts, several engines in one process, and resources that closing returns."""
 
 import gc
 import json
@@ -59,7 +59,7 @@ def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[tuple[int, ...]
 
 @contextmanager
 def other_thread(function: Callable[[], object]) -> Iterator[None]:
-    """Run a function beside the block. Raises what it raised, or if it does not end."""
+    """Run a function in another thread during the block. Raise its error, or fail if it does not end."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -85,14 +85,14 @@ def wait_until_running(llm: LLM, count: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def interrupts() -> Iterator[None]:
-    """Ctrl-C as a terminal has it: a shell's background jobs start with it ignored."""
+    """Handle Ctrl-C as in a terminal. Background jobs of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupt_when_running(llm: LLM, count: int = 1) -> None:
-    """What Ctrl-C does, once that many sequences run: those of the caller's block among them."""
+    """Interrupt the main thread, as Ctrl-C does, when `count` sequences run. Sequences of the caller's block count."""
     main = threading.main_thread().ident
     assert main is not None
     wait_until_running(llm, count)
@@ -113,7 +113,7 @@ def test_interrupt_ends_the_request_of_a_stream(llm: LLM):
     expected = tokens(llm)
 
     def read() -> None:
-        while True:  # for as long as it takes the interrupt to come
+        while True:  # until the interrupt arrives
             for output in llm.stream([1, 2, 3], ENDLESS):
                 assert output.error is None
 
@@ -158,7 +158,7 @@ def test_stream_that_is_over_leaves_a_new_one_of_its_id_alone(llm: LLM):
 
 
 def test_abandoned_stream_may_be_collected_while_requests_are_registered(llm: LLM):
-    """The garbage collector runs wherever something is allocated, so also where the registry is locked."""
+    """The garbage collector may run at any allocation, also while the registry is locked."""
 
     def collect() -> None:
         holder: dict = {"stream": llm.stream([1, 2, 3], ENDLESS)}
@@ -174,7 +174,7 @@ def test_abandoned_stream_may_be_collected_while_requests_are_registered(llm: LL
 
 
 def test_call_that_is_cancelled_while_it_is_queued_does_no_harm(llm: LLM):
-    """As by the task of an `astream` that is cancelled in the moment in which it submits its request."""
+    """For example, the task of an `astream` is cancelled while it submits its request."""
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
 
@@ -230,7 +230,7 @@ print(json.dumps({"wrong": wrong, "differ": alone[0] != alone[1]}))
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_engines_work_at_once(directory: Path, settings: dict, tmp_path: Path, tp: int):
-    """Both on the same devices. In a process of its own: a dead-lock of collectives would end this one."""
+    """Both use the same devices. They run in another process, because a deadlock of collectives would end this one."""
     directories = [str(directory), str(tiny_model("qwen3", tmp_path))]
     arguments = [directories, settings | {"num_devices": tp, "tensor_parallel_size": tp}, PROMPTS, 20]
     figures = run_script(_TWO_ENGINES, json.dumps(arguments))
@@ -265,7 +265,7 @@ def test_close_returns_memory_to_the_system(directory: Path, settings: dict):
 
 
 def run_script(script: str, *arguments: str) -> dict:
-    """What a script in a process of its own prints last."""
+    """Run a script in another process. Return the data of its last line."""
     command = [sys.executable, "-c", script, *arguments]
     environment = os.environ | {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]
-# The same for all: what one has compiled others load.
+# All tests share the settings, so they share compiled programs.
 SETTINGS: dict[str, Any] = {
     "num_devices": 4,
     "device_memory": "32MiB",
@@ -86,7 +86,7 @@ def test_report_has_what_a_transformation_takes_on_its_devices_alone(
 
 
 def test_weights_exist_once_per_device(llm: LLM):
-    """The bytes of weights are those of one padded model: no layout brings a second copy."""
+    """The weights have the bytes of one padded model. No layout adds a copy."""
     owners = llm.memory().by_owner(0)
     weights = sum(size for owner, size in owners.items() if owner not in ("kv cache", "sampling", "hidden states"))
     config = tiny_config("qwen2")
@@ -100,7 +100,7 @@ def test_weights_exist_once_per_device(llm: LLM):
 
 
 def test_views_share_the_tp1_buffers(llm: LLM):
-    """Pointers of TP2 and TP4 arrays are those of the shards on each device, at their places."""
+    """Arrays at TP2 and TP4 have the pointers of the shards on each device, in order of rank."""
     store, pool = engine_of(llm).cluster.weights, engine_of(llm).cluster.sub_meshes
     plan = engine_of(llm).cluster.plan
     for tp, segment in itertools.product((1, 2, 4), (*plan.segments, plan.head)):
@@ -149,7 +149,7 @@ def test_ffn_shards_are_extents_of_the_cache(llm: LLM):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weight_buffers_belong_to_the_device(dtype: str):
-    """A buffer that aliases host memory could not be donated in place; an aligned array is what JAX would adopt."""
+    """A buffer that aliases host memory cannot be donated in place. JAX would alias an aligned array."""
     overwrite = jax.jit(lambda buffer: buffer.at[0, 0].set(1), donate_argnums=0)
     for rows in range(1, 40, 4):
         spec = ParamSpec("p", (Source("t", (rows, 1024)),), (rows, 1024), num_shards=1, owner=Owner.FFN)
@@ -191,7 +191,7 @@ def test_dtype_is_that_of_all_buffers(directory: Path, compile_cache: str, dtype
 
 
 def test_plan_counts_the_copies_that_xla_makes_of_small_weights_on_cpu(tmp_path: Path, compile_cache: str):
-    """Of a head of 1.4 million float16 elements XLA makes an f32 copy. The cache would leave no memory for it."""
+    """XLA makes a float32 copy of a head of 1.4 million float16 elements. The cache must leave memory for it."""
     model = write_model(tiny_config("smollm2") | {"vocab_size": 20_000}, tmp_path / "model")
     few = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "device_memory": "16MiB"}
     with LLM(model, dtype="float16", compile_cache=compile_cache, compile_beside=True, progress=False, **few) as llm:

@@ -1,4 +1,4 @@
-"""A request whose logits are not numbers fails alone, and nothing of it is found by those who come later."""
+"""A request whose logits are not numbers fails alone. Later requests find none of its values."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from amoeba_jax.outputs import RequestOutput
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_compile")]
 
 POISON = 7
-"""The token whose embedding is NaN."""
+"""Token with a NaN embedding."""
 CACHE = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={POISON: -100})
 KINDS = {
@@ -30,7 +30,7 @@ GOOD = [[5, 6, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["TP1", "TP2"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """One instance."""
+    """Yield an engine with one instance."""
     with LLM(
         poison(tiny_model("llama2", tmp_path_factory.mktemp("models")), POISON),
         num_devices=request.param,
@@ -48,7 +48,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """Found without requests or pages in use afterwards."""
+    """Yield the engine. It has no requests and no used pages before and after the test."""
     check_idle(llm)
     yield llm
     check_idle(llm)
@@ -59,7 +59,7 @@ def tokens(output: RequestOutput) -> tuple[int, ...]:
 
 
 def has_nan(llm: LLM) -> bool:
-    """Whether anything in the cache is NaN."""
+    """Return whether the KV cache contains a NaN."""
 
     def look() -> bool:
         kv = [extent for instance in engine_of(llm).instances for extent in instance.site.extents()]
@@ -96,7 +96,7 @@ def test_alone_it_raises(idle: LLM):
 
 
 def test_in_the_midst_of_its_output(idle: LLM):
-    """The token itself is generated, and the next is not."""
+    """The poisoned token is generated. The next token is not."""
     only_poison = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, allowed_token_ids=[POISON])
     stream = idle.stream([3, 4], only_poison)
     assert tokens(next(stream)) == (POISON,)
@@ -108,7 +108,7 @@ def test_all_samples_of_a_request_end_with_one(idle: LLM):
     drawn = SamplingParams(temperature=1, n=3, seed=1, max_tokens=60, ignore_eos=True)
     with pytest.raises(NotANumberError):
         idle.generate([3, POISON], drawn)
-    # One sample comes to the token by itself sooner or later, others may not.
+    # At least one sample generates the token sooner or later. Others may not.
     often = SamplingParams(temperature=1, n=3, seed=1, max_tokens=60, ignore_eos=True, logit_bias={POISON: 5})
     with pytest.raises(NotANumberError):
         idle.generate([3, 4], often)
@@ -123,7 +123,7 @@ def test_log_probabilities_of_a_prompt_are_numbers_or_none(idle: LLM):
 
 
 def test_pages_serve_others_afterwards(idle: LLM):
-    """Every page of the cache has been the failed request's, and has NaN in it."""
+    """The failed request used every page of the cache and left NaNs there."""
     prompts = [[*range(100 + 10 * index, 110 + 10 * index)] for index in range(4)]
     expected = [tokens(output) for output in idle.generate(prompts, GREEDY)]
     check_idle(idle)
@@ -132,13 +132,13 @@ def test_pages_serve_others_afterwards(idle: LLM):
         idle.generate([POISON] * (CACHE - 4), longest)
     assert has_nan(idle)
     assert [tokens(output) for output in idle.generate(prompts, GREEDY)] == expected
-    # Prompts of one token, so that what a page holds beyond is what the failed request left there.
+    # Prompts have one token, so the rest of each page contains values of the failed request.
     alone = [tokens(idle.generate([token], GREEDY)[0]) for token in (3, 4)]
     assert [tokens(output) for output in idle.generate([[3], [4]], GREEDY)] == alone
 
 
 def test_damaged_pages_are_not_found_again(idle: LLM):
-    """As from a fault of the device: what the cache has of a prompt turns into NaN, and one request sees that."""
+    """As after a device fault, the cached pages of a prompt become NaN, and one request reads them."""
     prompt = [*range(30, 50)]
     expected = tokens(idle.generate(prompt, GREEDY)[0])
 

@@ -1,4 +1,4 @@
-"""Devices whose instances cannot be made again after a step failed: the engine goes on, and they come back."""
+"""If instances cannot be rebuilt after a failed step, the engine continues, and their devices return later."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page or byte lost."""
+    """Yield the engine as 4 x TP1 without requests. Afterwards, check that no page or byte is lost."""
     before = booked(llm)
     yield llm
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
@@ -46,7 +46,7 @@ def idle(llm: LLM) -> Iterator[LLM]:
 
 
 class NoMemory:
-    """Has allocations of weights and caches fail, numbered from 1, while `fails(number)`."""
+    """Makes an allocation of weights or caches fail if `fails(number)`. Numbers start at 1."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool] = lambda number: False):
         self.fails, self.count = fails, 0
@@ -58,7 +58,7 @@ class NoMemory:
 
         def call(*arguments: Any, **options: Any) -> Any:
             if allocate is zeros and "device" not in options:
-                return allocate(*arguments, **options)  # traced, for a program
+                return allocate(*arguments, **options)  # traced for a program
             self.count += 1
             if self.fails(self.count):
                 raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: injected at allocation {self.count}")
@@ -68,7 +68,7 @@ class NoMemory:
 
 
 def revive(llm: LLM) -> None:
-    """Have the engine bring back what is out of service, as its loop does once a second."""
+    """Bring groups back that are out of service, as the loop of the engine does once a second."""
     cluster = engine_of(llm).cluster
 
     def now() -> None:
@@ -79,8 +79,10 @@ def revive(llm: LLM) -> None:
 
 
 def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
-    """Each device's ledger, and its live bytes that the ledger does not have. A step that was launched ahead may be in
-    flight when its requests have ended."""
+    """Return each device's ledger, and its live bytes outside the ledger.
+
+    Drain first: a step may still be in flight after its requests have ended.
+    """
     in_dispatcher(llm, engine_of(llm).drain)
     ledgers, live = engine_of(llm).cluster.ledgers, settled_live_bytes()
     unbooked = [live.get(device, 0) - ledger.live_bytes for device, ledger in enumerate(ledgers)]
@@ -88,7 +90,7 @@ def booked(llm: LLM) -> tuple[list[dict[Any, int]], list[int]]:
 
 
 def lose(llm: LLM, devices: tuple[int, ...] = (0, 1, 2, 3)) -> None:
-    """Fail a step of each instance on these devices while nothing can be allocated: they go out of service."""
+    """Fail a step of each instance on these devices while allocations fail. The devices go out of service."""
 
     def no_memory(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
@@ -108,7 +110,7 @@ def lose(llm: LLM, devices: tuple[int, ...] = (0, 1, 2, 3)) -> None:
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_group_is_out_of_service_until_there_is_memory(idle: LLM, degree: int):
-    """The engine and the other instances go on, and then every byte has its owner again."""
+    """The engine and the other instances continue. After the return, every byte has its owner again."""
     devices, other = [0, 1], 3 - degree
     asked = requests(8, max_tokens=32)
     expected = tokens(idle.generate(*asked))
@@ -149,7 +151,7 @@ def test_groups_come_back_as_far_as_there_is_memory(idle: LLM, monkeypatch: pyte
 
 
 def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """The more apart the longer an attempt takes, and not at all while nothing is out of service."""
+    """A longer attempt leads to a longer interval. If nothing is out of service, there are no attempts."""
     cluster, now, tried = engine_of(idle).cluster, [100.0], []
 
     def fails(*arguments: Any) -> Any:
@@ -177,7 +179,7 @@ def test_revival_is_tried_at_intervals(idle: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 def test_requests_wait_while_no_instance_is_left(idle: LLM):
-    """For those that come back; new ones too."""
+    """Running and new requests wait until instances return."""
     running, expected = decoding(idle, 4, requests(8, max_tokens=32))
     lose(idle)
     assert idle.instances == ()
@@ -192,7 +194,7 @@ def test_requests_wait_while_no_instance_is_left(idle: LLM):
 def test_a_device_is_lost_while_a_merge_waits_for_steps(
     idle: LLM, monkeypatch: pytest.MonkeyPatch, degree: int, devices: tuple[int, ...]
 ):
-    """The caller is told, and instances that would have merged with it start requests as before."""
+    """The caller gets an error. The other instances of the merge start requests as before."""
     asked = requests(8, max_tokens=32)
     expected = tokens(idle.generate(*asked))
     running = decoding(idle, 8, asked, tp=1)[0]
@@ -212,7 +214,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(
             patch.setattr(Cluster, "_make_again", lambda *_: "no memory")
             engine.steps.recover(instances[3], RuntimeError("injected"))
         assert engine.instances == instances[:3]
-        engine.cluster._next_revival_s = math.inf  # not before the caller is told
+        engine.cluster._next_revival_s = math.inf  # not before the caller gets the error
         return future
 
     future = in_dispatcher(idle, drive)
@@ -228,7 +230,7 @@ def test_a_device_is_lost_while_a_merge_waits_for_steps(
 def test_an_instance_on_two_devices_returns_to_its_start_placement(
     tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ):
-    """Its layers had replicated, and had migrated to a device that was empty."""
+    """Before, one layer was replicated, and layers had migrated to an empty device."""
     config = tiny_config("llama2") | {"num_hidden_layers": 4}
     directory = write_model(config, tmp_path_factory.mktemp("four-layers"))
     stages = [{"layers": [0, 2], "homes": [[0]]}, {"layers": [2, 4], "homes": [[1]]}]

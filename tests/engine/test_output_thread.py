@@ -1,4 +1,4 @@
-"""How outputs get from the engine's threads to event loops."""
+"""Delivery of outputs from the engine's threads to event loops."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from amoeba_jax.tokenizer import Tokenizer
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Counts how often it is woken up."""
+    """Event loop that counts its wake-ups."""
 
     num_woken = 0
 
@@ -30,7 +30,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Echo:
-    """A request that delivers its updates as they are. The first waits until it may."""
+    """A request that delivers its updates unchanged. It waits for `may_begin`."""
 
     def __init__(self, deliver: Callable[[Delivery], None], may_begin: threading.Event):
         self.id, self.inbox = "echo", deque()
@@ -43,13 +43,13 @@ class Echo:
 
 
 class Number(int):
-    """An update that can be told from others: of one token, or with log-probabilities of a prompt."""
+    """A numbered update. It has one token, or log-probabilities of a prompt."""
 
     prompt_logprobs: Entries | None = None
 
 
 def run(loops: list[Loop], num_updates: int) -> list[list[Any]]:
-    """What each loop gets of updates that are all queued before the first is taken."""
+    """Queue all updates before the thread takes the first. Return the updates that each loop gets."""
     outputs, may_begin = OutputThread(lambda *_: None), threading.Event()
     arrived: list[list[Any]] = [[] for _ in loops]
     for number in range(num_updates):
@@ -85,7 +85,7 @@ def test_a_closed_loop_keeps_nothing_from_others():
 
 
 def test_a_request_waits_for_one_turn_of_every_other_and_no_more():
-    """However much of another request is queued before it."""
+    """3,000 updates of another request are queued before it."""
     outputs, may_begin = OutputThread(lambda *_: None), threading.Event()
     order: list[str] = []
     busy, quiet = (
@@ -98,7 +98,7 @@ def test_a_request_waits_for_one_turn_of_every_other_and_no_more():
     may_begin.set()
     outputs.close()
     assert order.count("busy") == 3000
-    assert order.index("quiet") <= 2 * 64  # the turn that had begun, and one more
+    assert order.index("quiet") <= 2 * 64  # the current turn and one more
 
 
 def test_the_backlog_is_bounded_and_says_when_there_is_room_again():
@@ -118,7 +118,7 @@ def test_the_backlog_is_bounded_and_says_when_there_is_room_again():
 
 
 def of_prompt(num_positions: int, k: int) -> Number:
-    """An update with log-probabilities of that many positions, of the `k` most likely tokens besides."""
+    """Return an update with log-probabilities of `num_positions` tokens, and of the `k` most likely tokens at each."""
     update, every = Number(), (num_positions, 20)
     logprobs = TokenLogprobs(
         np.zeros(num_positions, np.float32),
@@ -131,7 +131,7 @@ def of_prompt(num_positions: int, k: int) -> Number:
 
 
 def test_log_probabilities_of_a_prompt_count_by_their_entries():
-    """Few updates of them are as much work as thousands of tokens: for the backlog, and for a turn."""
+    """A few such updates count as thousands of tokens, both in the backlog and in a turn."""
     may_begin = threading.Event()
     outputs, order = OutputThread(lambda *_: None), []
     busy, quiet = (
@@ -140,7 +140,7 @@ def test_log_probabilities_of_a_prompt_count_by_their_entries():
     )
     for number in range(5):
         assert number > 3 or not outputs.behind
-        outputs.put(cast(Request, busy), cast(Any, of_prompt(64, 20)))  # the first may be taken at once
+        outputs.put(cast(Request, busy), cast(Any, of_prompt(64, 20)))  # the thread may take the first at once
     outputs.put(cast(Request, quiet), cast(Any, Number(0)))
     assert outputs.behind
     may_begin.set()
@@ -151,7 +151,7 @@ def test_log_probabilities_of_a_prompt_count_by_their_entries():
 
 
 def test_log_probabilities_of_a_prompt_are_delivered_as_they_come():
-    """To one that wants every token, before the first of these; with the end to others."""
+    """A streamed request gets them before its first token. Other requests get them at the end."""
     params, spy, at_once = SamplingParams(max_tokens=2, prompt_logprobs=1, n=2), Spy(), Spy()
     row = sampling_row(params, 0, 16, ())
     sequences = [Sequence("r", (1, *[5] * 8), params, row, lambda _: None, index=index) for index in range(2)]
@@ -171,7 +171,7 @@ def test_log_probabilities_of_a_prompt_are_delivered_as_they_come():
 
 
 class Spy:
-    """Counts the tokens and samples in what a request delivers."""
+    """Records the deliveries of a request."""
 
     def __init__(self) -> None:
         self.deltas: list[RequestDelta] = []
@@ -182,7 +182,7 @@ class Spy:
 
 
 def test_work_for_a_token_does_not_grow_with_samples_or_length():
-    """What is delivered for a step has its tokens alone: not the other samples, nor what came before."""
+    """The delivery for a step contains only the tokens of that step: no other samples and no earlier tokens."""
     params, spy = SamplingParams(n=64, max_tokens=200, logprobs=2), Spy()
     row = sampling_row(params, 0, 16, ())
     sequences = [Sequence("r", (1, 2), params, row, lambda _: None, index=index) for index in range(64)]
@@ -217,7 +217,10 @@ def test_text_begins_with_the_space_of_its_first_word(shared_data):
 
 
 def test_a_request_ends_when_its_last_token_came():
-    """Not when this thread gets to it. A stop string is found by this thread, and ends a request now."""
+    """The end is the time of the last token, not the time at which this thread handles it.
+
+    This thread itself finds stop strings. They end a request now.
+    """
     spy, params = Spy(), SamplingParams(max_tokens=3, n=2)
     row = sampling_row(params, 0, 16, ())
     sequences = [Sequence("r", (1, 2), params, row, lambda _: None, index=index, arrival=100.0) for index in range(2)]

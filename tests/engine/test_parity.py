@@ -1,4 +1,4 @@
-"""The engine computes what `transformers` computes, for every family at every degree, through the paged path."""
+"""The paged engine gives the results of `transformers`, for every family at every degree."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ GREEDY_TOKENS = 64
 TOLERANCE = 1e-4
 """Largest difference of logits, as a share of the largest logit if that exceeds 1."""
 DEGREES = (1, 2, 4, 8)
-# The default model is compared at every degree in `test_golden.py`. The rest is for long runs.
+# `test_golden.py` compares the default model at every degree. The rest is for long runs.
 OFTEN = {("gpt-oss", 4), ("gemma3", 4)}
 
 
@@ -54,8 +54,7 @@ def llm(
 ) -> Iterator[tuple[LLM, str]]:
     """Yield an engine of a family on 4 or 8 devices, and the family.
 
-    Chunks of 16 tokens and pages of 8: prompts cross both borders. Layers share a program, which takes half the time to
-    compile that one of all layers takes.
+    Chunks have 16 tokens and pages 8, so prompts cross both borders. Layers share a program, which halves compile time.
     """
     family, devices = request.param
     with LLM(
@@ -80,7 +79,7 @@ def check_logits(found: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("llm", "tp"), cases(), indirect=["llm"])
 def test_logits_and_greedy_tokens_equal_recorded_transformers(llm: tuple[LLM, str], tp: int):
-    """One sequence at a time: the programs of batches would take most of the time to compile."""
+    """Sequences run one at a time, because compiling the programs of batches would take most of the time."""
     engine, family = llm
     engine.set_layout(tp)
     recorded, prompts = golden(family), ragged_prompts(engine.dims.config.vocab_size)
@@ -108,7 +107,7 @@ def greedy() -> SamplingParams:
 
 
 def check_greedy_tokens(outputs: list[Any], recorded: dict[str, np.ndarray]) -> None:
-    """Compare each row up to its first close call, where `transformers` itself had a gap under `CLOSE_CALL`."""
+    """Compare each row up to its first close call. There, the gap in `transformers` is at most `CLOSE_CALL`."""
     compared = 0
     for index, output in enumerate(outputs):
         (completion,), expected = output.outputs, recorded[f"greedy_{index}"].tolist()

@@ -1,4 +1,4 @@
-"""Whatever fails once while requests pause, are paused, or go on, ends one transformation or request at most."""
+"""A single fault while requests pause, are paused or resume ends at most one transformation or request."""
 
 import logging
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ EARLY = pytest.mark.parametrize("early", [False, True], ids=["after the urgent o
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """2 x TP1."""
+    """Yield an engine with 2 x TP1."""
     directory: Path = write_model(
         tiny_config("llama2") | {"num_hidden_layers": 3}, tmp_path_factory.mktemp("models") / "model"
     )
@@ -46,7 +46,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> dict[str, Any]:
-    """Tokens without a fault."""
+    """Return the tokens of the load without a fault."""
     found = []
     for early in (False, True):
         outcome = PausingLoad(llm, early).run()
@@ -58,7 +58,7 @@ def expected(llm: LLM) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_records() -> Iterator[None]:
-    """Pytest keeps log records, and with their errors the frames in which these came up, and device buffers."""
+    """Disable logging. Pytest keeps log records, whose errors keep stack frames and device buffers alive."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -69,7 +69,7 @@ def ledgers(llm: LLM) -> list[dict[Any, int]]:
 
 
 def check(llm: LLM, outcome: Outcome, expected: dict[str, Any], before: list[dict[Any, int]]) -> None:
-    """One failure at most, of a known kind; all else as ever, then and afterwards."""
+    """Check that at most one failure of a known kind happened, and that another load gives the expected tokens."""
     assert len(outcome.failures) <= 1, outcome.failures
     for error in outcome.failures:
         assert isinstance(error, RequestFailedError | TransformError | RequestError | MemoryBudgetError), repr(error)
@@ -96,7 +96,7 @@ HOWS = [
 def test_programs_that_fail_while_requests_are_paused(
     llm: LLM, expected: dict[str, Any], kind: str, how: str, early: bool
 ):
-    """The middle call of each kind, most of which come while others are paused."""
+    """The middle call of each kind fails. Most of these calls happen while other requests are paused."""
     before = ledgers(llm)
     counted = Faults()
     with counted.injected(llm):
@@ -134,7 +134,7 @@ BOUNDARIES: list[tuple[Any, str]] = [
     (InstanceFactory, "new_instance"),
     (InstanceFactory, "allocators_of"),
 ]
-"""What a pause calls before it takes anything."""
+"""Functions that a pause calls before it changes anything."""
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -145,7 +145,7 @@ BOUNDARIES: list[tuple[Any, str]] = [
 def test_memory_that_is_missing_for_a_pause(
     llm: LLM, expected: dict[str, Any], owner: Any, name: str, number: int, error: Exception
 ):
-    """It is refused, or fails, with all as it was: requests run on, and the urgent ones beside them."""
+    """The pause is refused or fails without any change. Its requests continue beside the urgent requests."""
     before = ledgers(llm)
     called: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

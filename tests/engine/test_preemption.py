@@ -1,4 +1,4 @@
-"""Who has to give up pages for a request of higher priority: those whose pages help, and no one else."""
+"""A request of higher priority preempts only requests whose pages help it."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ TP1_TOKENS = PAGE_SIZE * NUM_PAGES
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """One instance over devices 0 and 1, and one each over devices 2 and 3."""
+    """Yield an engine with one instance on devices 0 and 1, and one instance each on devices 2 and 3."""
     directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "one")
     with LLM(
         directory,
@@ -50,14 +50,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def capacities(llm: LLM) -> tuple[int, int]:
-    """Tokens of the large instance, and of a small one."""
+    """Return the capacity in tokens of the large instance and of a small one."""
     large, small, _ = (view.kv_total_pages * PAGE_SIZE for view in llm.instances)
     return large, small
 
 
 @pytest.mark.slow
 def test_instances_that_are_too_small_keep_their_requests(llm: LLM):
-    """The last in order of all run on small instances, which could not hold the request however empty they were."""
+    """The last requests in order run on small instances. Even empty, these cannot hold the urgent request."""
     large, small = capacities(llm)
     assert large > small + 16
     first = Background(llm, [prompt(small + 8, 1)], low(large - small - 8))  # fits the large instance alone
@@ -72,7 +72,7 @@ def test_instances_that_are_too_small_keep_their_requests(llm: LLM):
 
 
 def test_nobody_is_preempted_where_that_makes_too_little_room(llm: LLM):
-    """What runs beside them on the only instance that is large enough has no lower priority, and most of its pages."""
+    """On the only instance that is large enough, most pages belong to a request of higher priority."""
     large, small = capacities(llm)
     important = Background(
         llm, [prompt(small + 8, 1)], SamplingParams(temperature=0, max_tokens=large - small - 30, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_default_ids_and_those_of_callers_never_meet(llm: LLM):
 
 
 def test_one_of_many_that_became_too_long_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """Instances split between the moment at which a request is checked and that at which it is submitted."""
+    """Instances split after a request is checked and before it is submitted."""
     _, small = capacities(llm)
     submit = registry_of(llm).submit
 

@@ -1,4 +1,4 @@
-"""Weights made again of extents: what arrives, where, and with what memory."""
+"""Weights restored from extents: values, buffers and memory."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SPEC = ParamSpec(
 )  # fmt: skip
 
 
-# XLA's CPU backend of JAX 0.10 works on whole extents of bf16 in f32.
+# On CPU, XLA before JAX 0.12 converts whole bfloat16 extents to float32.
 BFLOAT16_IS_CONVERTED = jax.__version_info__ < (0, 12)
 
 
@@ -58,5 +58,5 @@ def test_each_rank_gets_the_shard_that_its_extent_stands_for(start, tp, dtype):
     assert memory.alias_size_in_bytes == bytes_of * len(released)
     if dtype != "bfloat16":
         assert memory.temp_size_in_bytes == 0
-    elif not BFLOAT16_IS_CONVERTED:  # what a step sends and receives, and its counter
+    elif not BFLOAT16_IS_CONVERTED:  # sent and received pages of a step, and its counter
         assert memory.temp_size_in_bytes <= 2 * STEP_PAGES * PAGE_ELEMS * jnp.dtype(dtype).itemsize + 1024

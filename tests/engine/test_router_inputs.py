@@ -1,4 +1,4 @@
-"""All ranks route alike: the inputs of their routers are equal bit by bit."""
+"""All ranks choose the same experts: the inputs of their routers are equal bit by bit."""
 
 import threading
 from collections import Counter, defaultdict
@@ -40,7 +40,7 @@ def test_router_inputs_are_equal_on_all_ranks(name: str, tp: int, tmp_path: Path
         max_num_batched_tokens=16,
         max_model_len=64,
         segment_layers=1,
-        compile_cache="",  # the cache does not see the patched function
+        compile_cache="",  # the key of the cache does not cover the patched function
         progress=False,
     ) as llm:
         prompts = ragged_prompts(llm.dims.config.vocab_size)[3:]

@@ -1,4 +1,4 @@
-"""Instances with a start placement compute what an instance on one device computes, and hold what they compute with."""
+"""A start placement changes no results. Each device holds only its pages and the weights of its modules."""
 
 import json
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ def test_tokens_logits_and_bytes(
 
 
 def check_bytes(llm: LLM, data: dict[str, Any]) -> None:
-    """Every device holds the shards of its modules, its pages, and nothing if it has no module."""
+    """Check that every device holds exactly the weights of its modules, and nothing if it has no module."""
     placement = Placement.from_data(data, NUM_LAYERS, 4, 4)
     report, specs = llm.memory(), llm._engine.cluster.weights.specs
     for device in range(4):
@@ -134,7 +134,7 @@ def check_bytes(llm: LLM, data: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_five_and_three_rows_of_replicated_layers(directory: Path, compile_cache: str, one_device: LLM):
-    """Eight requests run at once, five of them in one microbatch as one request of the other has ended."""
+    """Eight requests run at once. Five are in one microbatch after a request of the other microbatch has ended."""
     prompts = [list(range(3, 8 + n)) for n in range(9)]
     params = [SamplingParams(temperature=0, max_tokens=4 if n == 1 else 24, ignore_eos=True) for n in range(9)]
     before = tokens(one_device.generate(prompts, params))

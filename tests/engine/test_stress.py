@@ -1,4 +1,4 @@
-"""Hundreds or thousands of requests of real lengths from several threads, with cancels, preemption, mixed settings."""
+"""Up to 2,000 requests of real lengths from several threads, with cancels, preemption and mixed settings."""
 
 import queue
 import threading
@@ -19,7 +19,7 @@ from amoeba_jax import LLM, RequestOutput, SamplingParams
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
 NUM_CLIENTS = 6
-BATCH = 16  # requests that a client has under way at once
+BATCH = 16  # requests that a client runs at once
 VOCABULARY = 211
 PAGE_SIZE = 4
 SETTINGS: dict[str, Any] = {
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request of the load, and whether and how its client ends it early."""
+    """A request of the load. `cancel` says whether and when its client cancels it."""
 
     name: str
     prompt: list[int]
@@ -52,12 +52,12 @@ def lengths(shared_data: Path) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer: what is stressed is what happens around the model."""
+    """A model of one layer. The tests stress the engine, not the model."""
     return write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "one")
 
 
 def make_cases(lengths: list[tuple[int, int]], count: int, penalties: bool) -> list[Case]:
-    """Requests of the trace. One in seven is cancelled; prompts of one family begin alike."""
+    """Return requests with lengths of the trace. One in seven is cancelled. Prompts of a family share a prefix."""
     kinds = ["greedy", "seeded", "free", "several", "penalty" if penalties else "seeded"]
     random = np.random.default_rng(2)
     families = random.integers(0, VOCABULARY, (8, 44))
@@ -85,7 +85,7 @@ def make_cases(lengths: list[tuple[int, int]], count: int, penalties: bool) -> l
 
 
 def run_streamed(llm: LLM, case: Case) -> RequestOutput:
-    """Cancel before the engine has the request, or after its first output."""
+    """Stream a request. Cancel it before the engine has it, or after its first output."""
     stream = llm.stream(case.prompt, case.params, request_id=case.name)
     if case.cancel == "before":
         assert llm.cancel(case.name)
@@ -99,7 +99,7 @@ def run_streamed(llm: LLM, case: Case) -> RequestOutput:
 
 
 def run_batch(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
-    """Some of the batch are cancelled by another thread: while they are made, while they wait, or while they run."""
+    """Run a batch. Another thread cancels some requests: before submission, in the queue, or while they run."""
     done = threading.Event()
 
     def cancel() -> None:
@@ -118,7 +118,7 @@ def run_batch(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
 
 
 def serve(llm: LLM, cases: list[Case]) -> dict[str, RequestOutput]:
-    """All cases through `NUM_CLIENTS` threads. Raises what a client raised, and where one gets no answer."""
+    """Serve all cases through `NUM_CLIENTS` threads. Raise the error of a client, or fail if an answer is missing."""
     chunks: queue.SimpleQueue[list[Case]] = queue.SimpleQueue()
     for start in range(0, len(cases), BATCH):
         chunks.put(cases[start : start + BATCH])
@@ -150,7 +150,7 @@ def serve(llm: LLM, cases: list[Case]) -> dict[str, RequestOutput]:
 
 
 def count_launching_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Programs launched by each thread from now on, in all engines."""
+    """Count the programs that each thread launches from now on, in all engines."""
     launches: dict[int, int] = {}
     launch: Callable = jax.stages.Compiled.__call__
 
@@ -163,7 +163,7 @@ def count_launching_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def load(num_devices: int, tp: int, num_requests: int, slow: bool = False) -> Any:
-    """A layout and the requests it gets. An instance's pages hold one sequence of the full context."""
+    """Return a layout and its number of requests. An instance has pages for one sequence of the full context."""
     num_pages = SETTINGS["max_model_len"] // PAGE_SIZE // tp
     name = f"{num_requests} requests, {num_devices // tp} x TP{tp}"
     return pytest.param(num_devices, tp, num_pages, num_requests, id=name, marks=[pytest.mark.slow] * slow)
@@ -193,8 +193,8 @@ def test_load_with_cancels_and_preemption(
     num_pages: int,
     num_requests: int,
 ):
-    """At TP1 memory for about half of the sequences that have a slot."""
-    # The sampler for penalties takes a third of the programs: in one layout only.
+    """At TP1, the pages hold about half of the sequences that have a slot."""
+    # The sampler for penalties needs a third of all programs, so only one layout uses it.
     cases = make_cases(lengths, num_requests, penalties=tp == 4)
     before = live_bytes()
     launches = count_launching_threads(monkeypatch)
@@ -210,7 +210,7 @@ def test_load_with_cancels_and_preemption(
         assert set(outputs) == {case.name for case in cases}
         for case in cases:
             check_answer(case, outputs[case.name])
-        # Larger instances have the pages of released weights too: this load does not fill them.
+        # Larger instances also have the pages of released weights. This load does not fill them.
         assert llm.stats.preemptions > 0 or tp > 1
         check_idle(llm)
         assert live_bytes() == warm
@@ -228,7 +228,7 @@ def test_load_with_cancels_and_preemption(
 
 
 def check_answer(case: Case, output: RequestOutput) -> None:
-    """A request has all its tokens, or was to be cancelled and says so."""
+    """Check that a request has all its tokens, or was cancelled and reports it."""
     assert output.error is None
     assert len(output.outputs) == case.params.n
     for completion in output.outputs:

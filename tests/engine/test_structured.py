@@ -1,4 +1,4 @@
-"""Structured output: texts match their constraints, whatever happens to the instances meanwhile."""
+"""Structured output: texts match their constraints through all changes of the instances."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm(shared_data: Path, compile_cache: str) -> Iterator[LLM]:
-    """2 x TP1 of a model with a SentencePiece vocabulary of 512 tokens."""
+    """Yield an engine with 2 x TP1 of a model with a SentencePiece vocabulary of 512 tokens."""
     with LLM(shared_data / "models" / "stories260K", **SIZES, compile_cache=compile_cache) as llm:
         yield llm
 
@@ -48,13 +48,13 @@ Tokens = list[list[tuple[int, ...]]]
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> Tokens:
-    """Tokens of `KINDS` without a disturbance."""
+    """Return the tokens of `KINDS` without a disturbance."""
     return expected_of(llm, KINDS)
 
 
 @pytest.mark.slow
 def test_every_complete_text_matches_its_constraint(llm: LLM):
-    """At temperature 1. The model knows no JSON, so that nothing but the constraint leads to a match."""
+    """The temperature is 1. The model knows no JSON, so only the constraint leads to a match."""
     answers = llm.generate([PROMPT] * len(TABLE), [drawn(structured, max_tokens=70) for structured, _ in TABLE])
     complete = 0
     for (structured, check), answer in zip(TABLE, answers, strict=True):
@@ -70,7 +70,7 @@ def test_every_complete_text_matches_its_constraint(llm: LLM):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_500_schemas_lead_to_valid_texts(llm: LLM, part: int):
-    """500 schemas in ten parts, at temperature 1. Each complete text is valid."""
+    """The schemas run in ten parts, at temperature 1. Each complete text must be valid."""
     random = np.random.default_rng(1)
     schemas = [random_schema(random) for _ in range(500)][part * 50 : part * 50 + 50]
     params = [drawn(StructuredOutput(json_schema=it), seed=i, max_tokens=200) for i, it in enumerate(schemas)]
@@ -120,7 +120,7 @@ def launch(llm: LLM) -> None:
 
 
 def turn(llm: LLM) -> None:
-    """A turn of the loop that leaves no instance without work: one of its two steps in flight ends."""
+    """Run one turn of the loop. One of the two steps in flight ends, so no instance runs out of work."""
     engine = engine_of(llm)
     launch(llm)
     for instance in engine.cluster.all_instances:
@@ -130,7 +130,7 @@ def turn(llm: LLM) -> None:
 
 
 def change(llm: LLM, future: Future[Any]) -> None:
-    """Turn until a change is done."""
+    """Run turns of the loop until a change is done."""
     engine = engine_of(llm)
     while not future.done():
         if engine.changes.awaits_programs:
@@ -180,7 +180,7 @@ def offload(llm: LLM) -> None:
 
 
 def constrained_steps(llm: LLM) -> int:
-    """Number of steps in flight whose sampling waits for matchers."""
+    """Return the number of steps in flight whose sampling waits for matchers."""
     return sum(step.logits is not None for instance in engine_of(llm).instances for step in instance.pending)
 
 
@@ -219,7 +219,7 @@ def check_undisturbed(llm: LLM, expected: Tokens, disturb: Callable[[LLM], None]
 
 @pytest.mark.slow
 def test_new_instances_take_over_constrained_requests(shared_data: Path, compile_cache: str):
-    """A device joins, and leaves again."""
+    """A device joins and leaves again."""
 
     def scale(llm: LLM) -> None:
         for kind in ("scale_out", "scale_in"):
@@ -238,7 +238,7 @@ def test_new_instances_take_over_constrained_requests(shared_data: Path, compile
 
 @pytest.mark.slow
 def test_a_slot_is_free_although_its_last_step_awaits_its_matcher(llm: LLM):
-    """Each constrained sequence ends while a step in flight has yet to sample its token. Others take its slot."""
+    """Each constrained sequence ends before a step in flight samples its token. Other sequences take its slot."""
     penalized = [drawn(None, seed=i, repetition_penalty=1.3, max_tokens=12) for i in range(8)]
     undisturbed = tokens(llm.generate([PROMPT] * 8, penalized))
     forget_prefixes(llm)
@@ -289,7 +289,7 @@ def test_a_failed_step_takes_the_step_that_awaits_its_tokens_along(llm: LLM, exp
 
 @pytest.mark.slow
 def test_constrained_rows_take_part_in_every_step(llm: LLM):
-    """Beside other rows, and with as many steps as these need."""
+    """Other rows share the steps, and constrained rows need no further steps."""
     asked = [(PROMPT, drawn(StructuredOutput(regex="[a-z ]{90}"), max_tokens=20)), (PROMPT, drawn(None, max_tokens=20))]
 
     def drive() -> int:
@@ -323,7 +323,7 @@ def test_degenerate_constraints_are_refused_with_a_reason(llm: LLM, fields: dict
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT_S)
 def test_100_degenerate_constraints_leave_their_neighbours_alone(llm: LLM):
-    """Each is refused, or ends its own request: with an error, or after its last token."""
+    """Each is refused, or its request ends with an error or after its last token."""
     neighbours = [params for _, params in KINDS if params.n == 1]
     expected = [llm.generate(PROMPT, params)[0].outputs[0].token_ids for params in neighbours]
     found, all_done = list[list[Any]](), threading.Event()

@@ -1,4 +1,4 @@
-"""The engine's queue: order and membership."""
+"""Order and membership of the engine's queue."""
 
 from typing import cast
 
@@ -49,7 +49,7 @@ def test_deadlines_are_found_anywhere_in_the_queue():
     waiting, late = Waiting(), [sequence(-n, deadline=float(n)) for n in (9, 3, 5, 7)]
     for one in [*late, sequence(1)]:
         waiting.add(one)
-    waiting.remove(late[2])  # it runs
+    waiting.remove(late[2])  # it starts to run
     assert waiting.expired(3.0) == []
     assert waiting.expired(8.0) == [late[3], late[1]]
     waiting.remove(late[1])

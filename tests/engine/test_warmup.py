@@ -1,4 +1,4 @@
-"""After a warm-up nothing is compiled any more, and what has to be is counted, named, and refused if asked."""
+"""After a warm-up nothing is compiled. A missing program is counted and named. Strict mode refuses it."""
 
 import logging
 import threading
@@ -50,7 +50,7 @@ LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, and a token for each byte."""
+    """A model of one layer, with a token for each byte."""
     config = tiny_config("smollm2") | {"num_hidden_layers": 1, "vocab_size": 256}
     directory = write_model(config, tmp_path_factory.mktemp("models") / "one")
     write_byte_tokenizer(directory, None)
@@ -69,7 +69,7 @@ def llm(directory: Path, compile_cache: str, quick_compile: None) -> Iterator[LL
 
 
 def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of every kind that needs programs of its own."""
+    """Return requests of every kind that needs its own programs."""
     random = np.random.default_rng(seed)
     prompts = [random.integers(0, 256, random.integers(1, 40)).tolist() for _ in range(count)]
     kinds: list[dict[str, Any]] = [
@@ -89,7 +89,7 @@ def random_requests(seed: int, count: int) -> tuple[list[list[int]], list[Sampli
 
 @pytest.mark.slow
 def test_random_load_with_transformations_compiles_nothing(llm: LLM):
-    """Counted by JAX itself: whatever would be compiled, in whatever thread, by these programs or around them."""
+    """JAX itself counts the compilations, in all threads, inside and outside the programs of the engine."""
     with CompileWatch() as watch:
         for seed, degree in enumerate((2, 1)):
             prompts, params = random_requests(seed, 12)
@@ -109,7 +109,7 @@ def test_random_load_with_transformations_compiles_nothing(llm: LLM):
 
 
 def test_transformation_without_programs_is_refused(llm: LLM):
-    """And nothing else: without requests too, which would all be refused afterwards."""
+    """Only the transformation is refused, also without requests. Otherwise all later requests would be refused."""
     with pytest.raises(NotCompiledError, match="strict_compile"):
         llm.transform(2, release_weights=False)
     assert [view.tensor_parallel_size for view in llm.instances] == [1, 1]
@@ -118,7 +118,7 @@ def test_transformation_without_programs_is_refused(llm: LLM):
 
 @pytest.mark.slow
 def test_pausing_compiles_nothing_where_it_was_prepared(directory: Path, compile_cache: str):
-    """Nor do merges and splits that keep weights, also of instances whose requests are paused."""
+    """Merges and splits that keep weights compile nothing either, also if requests are paused."""
     with make(directory, compile_cache, strict_compile=True, prepare_pausing=True) as llm:
         llm.warmup([1, 2])
         with CompileWatch() as watch:
@@ -140,7 +140,7 @@ def test_second_warmup_finds_everything(llm: LLM):
 
 
 def test_warmup_harms_no_weights(llm: LLM, directory: Path, compile_cache: str):
-    """It runs programs that write the cache and the weights: what they compute is as without it."""
+    """A warm-up runs programs that write the cache and the weights. It must not change any token."""
     prompt = [7, 1, 8, 2, 8]
     with make(directory, compile_cache) as other:
         for degree in (1, 2):
@@ -207,7 +207,7 @@ def test_error_of_one_program_ends_the_others():
 
 
 def test_strict_mode_refuses_one_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    """The one whose program is not there: here by the name of one that no warm-up made."""
+    """The program of this request has a size that no warm-up compiled."""
     requests = engine_of(llm).cluster.executables.specs
     sample_full = requests.sample_full
     monkeypatch.setattr(requests, "sample_full", lambda *sizes: sample_full(*sizes[:-1], sizes[-1] + 1))
@@ -225,12 +225,12 @@ def test_one_program_draws_with_all_options_for_a_number_of_rows(llm: LLM):
     cluster = engine_of(llm).cluster
     keys = [request.key for request in enumerate_programs(cluster.plan, cluster.executables, (1, 2))]
     draws = [key for key in keys if isinstance(key, ProgramKey) and key.kind == "sample_full"]
-    # By device and logits, `[V, R]`.
+    # One program for each group of devices and shape of logits, `[V, R]`.
     assert len({(key.devices, key.shape[0]) for key in draws}) == len(draws) > 2
 
 
 def test_bad_words_of_many_requests_need_no_program_of_their_own(directory: Path, compile_cache: str):
-    """Each bans what it said before: 96 pairs and more hold in every step."""
+    """Each request bans 24 letter pairs of its earlier text, so a step has 96 banned pairs."""
     letters = {byte_token(letter): letter for letter in ascii_lowercase}
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
     free = [
@@ -255,7 +255,7 @@ def test_bad_words_of_many_requests_need_no_program_of_their_own(directory: Path
 
 
 def test_strict_mode_refuses_a_transformation_alone(llm: LLM):
-    """One that keeps weights needs steps over other extents, where requests run."""
+    """If requests run, a transformation that keeps weights needs steps over other extents."""
     before = {instance.devices for instance in llm.instances}
     load = Background(llm, [[1, 2]], LONG)
     wait_until_decoding(llm, 1)

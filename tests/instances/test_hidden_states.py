@@ -1,6 +1,6 @@
-"""Buffers of hidden states: taken and put back as one array or rank by rank, and recreated when they are lost.
+"""Buffers of hidden states are taken and put back as one array or rank by rank. Lost buffers are recreated.
 
-Loads of experts: collected from all devices, which then count from zero.
+Expert loads are collected from all devices, which then count from zero.
 """
 
 import jax
@@ -20,7 +20,7 @@ def pool() -> SubMeshPool:
 
 
 def numbered(group: SubMesh) -> HiddenStates:
-    """Rank `r` has `r` everywhere."""
+    """Return buffers in which rank `r` is filled with `r`."""
     hidden = HiddenStates(SHAPE, "float32")
     for index, device in zip(group.device_indices, group.devices, strict=True):
         hidden.add(index, device)
@@ -31,7 +31,7 @@ def numbered(group: SubMesh) -> HiddenStates:
 
 
 def ranks(hidden: HiddenStates, group: SubMesh) -> list[float]:
-    """What the first element is on each rank."""
+    """Return the first element on each rank."""
     array = hidden.take(group, replicated=False)
     found = [float(np.asarray(buffer)[0, 0]) for buffer in disassemble(group, array)]
     hidden.put(group, array, replicated=False)
@@ -106,7 +106,7 @@ def test_loads_are_collected_from_each_device_once(pool: SubMeshPool):
     first = np.array([[2**32 - 1, 0, 5], [0, 0, 7]], np.uint32)  # the largest count
 
     def count(values: np.ndarray) -> None:
-        """The first rank adds the tokens of a step, as a program does."""
+        """Add the tokens of a step on the first rank, as a program does."""
         array = loads.take(group)
         counted = [b + jnp.asarray(v) for b, v in zip(disassemble(group, array), (values, 0 * values), strict=True)]
         placed = [jax.device_put(it, device) for it, device in zip(counted, group.devices, strict=True)]

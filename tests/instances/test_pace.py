@@ -1,4 +1,4 @@
-"""How long steps take, and what a transformation takes from them."""
+"""Durations of steps, and the overhead of a transformation."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_a_step_lasts_from_its_launch_or_the_result_before():
     assert pace.step_s is None
     pace.take(10.0, 11.0, True)
     assert pace.step_s == 1.0
-    pace.take(10.5, 14.0, True)  # behind the first: it lasted 3
+    pace.take(10.5, 14.0, True)  # queued behind the first: it lasted 3 s
     pace.take(20.0, 25.0, True)
     assert pace.step_s == 3.0
 
@@ -38,8 +38,8 @@ def test_steps_with_prompts_give_the_rate_of_prompts():
     pace.take(0.0, 1.0, True, prompt_tokens=9)  # decodes only
     assert pace.prompt_tokens_per_s is None
     pace.take(1.0, 2.0, False, prompt_tokens=100)
-    pace.take(1.5, 5.0, False, prompt_tokens=300)  # behind the one before: it lasted 3 s
-    pace.take(5.0, 25.0, False)  # of a transformation
+    pace.take(1.5, 5.0, False, prompt_tokens=300)  # queued behind the previous step: it lasted 3 s
+    pace.take(5.0, 25.0, False)  # step of a transformation
     assert pace.prompt_tokens_per_s == 100.0
     for start in range(100, 116):
         pace.take(float(start), start + 0.5, False, prompt_tokens=5)

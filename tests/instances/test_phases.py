@@ -32,7 +32,7 @@ def sequence() -> Sequence:
 
 
 def instance(phase: Phase, *running: Sequence) -> Instance:
-    """An instance without devices."""
+    """Return an instance without devices."""
     made: Any = Instance.__new__(Instance)
     made.id, made.phase, made.group = 0, phase, cast(SubMesh, SimpleNamespace(tp=1))
     made.lanes, made._free_slots = [cast(Lane, SimpleNamespace(running=[*running]))], []

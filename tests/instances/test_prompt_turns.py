@@ -1,4 +1,4 @@
-"""Whose prompts come next, and how much of one is computed beside others' tokens."""
+"""Order of prompts among clients, and the size of a chunk beside decoding requests."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ BUCKETS = Buckets(max_num_seqs=8, max_num_batched_tokens=512, table_width=1)
 
 
 def sequence(client: str, number: int, left: int = 300, *, priority: int = 0, beyond: bool = False) -> Sequence:
-    """One with `left` tokens to compute: one that decodes, if that is 1."""
+    """Return a sequence with `left` tokens to compute. If `left` is 1, the sequence decodes."""
     params = SamplingParams(temperature=0, max_tokens=8, priority=priority)
     made = Sequence(
         str(number), (1,) * left, params, sampling_row(params, 0, 211, ()), print, number=number, client=client
@@ -40,7 +40,7 @@ def plan(running: list[Sequence], turns: PromptTurns | None = None, tokens_in_a_
 
 
 def prompts(step: StepPlan) -> list[tuple[str, int]]:
-    """The requests of a step's prompts, and how much of each is computed."""
+    """Return the requests of a step's prompts, and the number of computed tokens of each."""
     return [(row.sequence.request_id, row.length) for row in step.rows if row.length > 1]
 
 
@@ -77,7 +77,7 @@ def test_clients_that_always_have_prompts_get_as_many_tokens(lengths: dict[str, 
 
 @given(absent=st.integers(0, 5000), short=st.integers(2, 100))
 def test_who_comes_back_has_saved_nothing_and_is_not_let_in_again_and_again(absent: int, short: int):
-    """`blue` comes for one short prompt at a time; `red` is served in between, and as much."""
+    """`blue` sends one short prompt at a time. `red` is served in between, with as many tokens."""
     turns, red, computed = PromptTurns(), sequence("red", 0, 512), Counter()
     turns.took([Row(0, sequence("blue", 1), 0, 10)])
     for _ in range(absent // 512):
@@ -125,7 +125,7 @@ def test_clients_that_are_gone_are_forgotten():
 
 
 def test_what_is_remembered_of_clients_has_a_limit():
-    """Nothing of those that come one after the other, and the latest of those that go before one that waits."""
+    """Clients that come one after the other are forgotten. While a request waits, the latest clients are kept."""
     turns = PromptTurns()
     for number in range(1000):
         one = sequence(f"client {number}", number, 10)

@@ -1,4 +1,4 @@
-"""No client takes all slots or pages from others, and none waits for what no one else wants."""
+"""No client takes all slots or pages from others. No client waits for slots or pages that no other client wants."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ queued = st.lists(st.tuples(client_names, st.integers(1, 64), st.integers(-1, 1)
 
 
 def beyond_by_definition(running: list[Sequence], waiting: list[Sequence], slots: int, tokens: int) -> set[int]:
-    """Numbers of the sequences that are beyond their client's share, found by going through all of them."""
+    """Return the numbers of sequences beyond their client's share, computed sequence by sequence."""
     clients = {s.client for s in running + waiting}
     found: set[int] = set()
     for client in clients if len(clients) > 1 else ():
@@ -75,14 +75,14 @@ def test_shares(running: list, waiting: list, slots: int, tokens: int):
     assert {s.client for s in within} == clients, "everyone has something"
     for client in clients:
         beyond = [s for s in run if s.client == client and s.beyond_share]
-        if beyond:  # those that wait take nothing from those that run
+        if beyond:  # waiting sequences take nothing from running sequences
             assert all(s.beyond_share for s in wait if s.client == client)
     assert not mark_beyond_share(run, queue, slots, tokens), "what is marked once stays so"
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(64, 512))
 def test_marks_follow_what_changes(seed: int, slots: int, tokens: int):
-    """Sequences come, start, are preempted and end; clients come and go."""
+    """Sequences arrive, start, are preempted and end. Clients come and go."""
     chance, queue = random.Random(seed), Waiting()
     run: list[Sequence] = []
     for number in range(60):
@@ -109,7 +109,7 @@ def test_marks_follow_what_changes(seed: int, slots: int, tokens: int):
 
 
 def test_those_whose_share_has_changed_move():
-    """Those of a client that is alone again too."""
+    """Sequences of a client that is alone again move too."""
     run, wait, other = [sequence("red", 0)], [sequence("red", n) for n in range(1, 6)], sequence("blue", 6)
     queue = queue_of(wait)
     assert not mark_beyond_share(run, queue, 4, 1_000)
@@ -125,7 +125,7 @@ def test_those_whose_share_has_changed_move():
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """Four slots, and pages for two sequences of the full context, and half of one more."""
+    """Yield an engine with four slots, and pages for two and a half sequences of the full context."""
     directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 1}, tmp_path_factory.mktemp("models") / "one")
     with LLM(
         directory,
@@ -142,7 +142,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 
 async def ask(llm: LLM, ended: list[str], client: str, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The tokens of a request; `ended` gets its client's name when it has ended."""
+    """Return the tokens of a request. Append its client to `ended` when the request ends."""
     tokens: list[int] = []
     deltas: list[RequestDelta] = []
     async for _, delta in llm.astream_deltas(prompt, params, client=client):
@@ -156,7 +156,10 @@ async def ask(llm: LLM, ended: list[str], client: str, prompt: list[int], params
 async def beside(
     llm: LLM, hostile: list[tuple[list[int], SamplingParams]], late: str, params: SamplingParams
 ) -> tuple[list[str], list[list[int]]]:
-    """All requests of `red` run or wait when one of `late` comes: who ended in which order, and what all got."""
+    """Submit a request of `late` while all requests of `red` run or wait.
+
+    Returns the clients in the order in which their requests ended, and the tokens of all requests.
+    """
     ended: list[str] = []
     tasks = [asyncio.ensure_future(ask(llm, ended, "red", prompt, p)) for prompt, p in hostile]
     while llm.stats.decode_tokens == 0 or sum(view.waiting for view in llm.instances) < len(hostile) - SLOTS:
@@ -169,7 +172,7 @@ async def beside(
 @pytest.mark.parametrize("length", [4, 30], ids=["slots", "pages"])
 @pytest.mark.parametrize("priority", [0, -9], ids=["equal", "urgent"])
 def test_another_client_goes_before_what_is_beyond_a_share(llm: LLM, length: int, priority: int):
-    """Either order: of one client's own requests the last comes last, as ever."""
+    """This holds even if all requests of the first client are urgent."""
     hostile = [([n + 1] * length, greedy(CONTEXT - length, priority)) for n in range(12)]
     before = llm.stats.preemptions
     ended, tokens = asyncio.run(beside(llm, hostile, "blue", greedy(2)))

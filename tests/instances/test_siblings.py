@@ -1,4 +1,4 @@
-"""Samples of requests that wait for others of their kind: how many are let in, and what it costs when they end."""
+"""Siblings that wait for a slot: the number admitted at a time, and the cost when they end."""
 
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ SLOTS = 16
 
 
 class Counted(Sequence):
-    """Counts how often any is compared: once for each place of a list that is searched."""
+    """Sequence that counts comparisons. A search compares once for each entry of a list."""
 
     comparisons = 0
     __hash__ = Sequence.__hash__
@@ -56,7 +56,7 @@ class Queued(Siblings):
 
 
 def released(siblings: Siblings, number: int, count: int) -> list[Counted]:
-    """The siblings of a leader whose prompt is computed."""
+    """Return the siblings of a leader whose prompt is computed."""
     leader = sequence(number)
     made = [sequence(number, index + 1, leader=leader) for index in range(count)]
     leader.siblings = list(made)

@@ -220,7 +220,7 @@ def test_pages_survive_scale_up_and_down_in_the_same_buffers(a, b, loop):
         phases = plan_phases(*moves(old_tables, new_tables), b, PHASE_PIECES)
         return run_on_devices("bfloat16", b, old, new, phases, extents, loop)
 
-    # One extent from the start, and one that the scale-up releases.
+    # One extent exists from the start, and the scale-up releases another.
     extents = []
     for size in sizes:
         contents = [

@@ -50,12 +50,12 @@ def check(source: np.ndarray, target: np.ndarray, num_ranks: int, num_ids: int, 
 
 
 def cost(phases: list[Phase]) -> float:
-    """Pieces that trade slots move in phases between pairs of ranks."""
+    """Return the total cost of phases. Phases between pairs of ranks cost less."""
     return sum(GENERAL_COST if phase.distance is None else 1 for phase in phases)
 
 
 def bound(source: np.ndarray, target: np.ndarray, num_ranks: int, phase_pieces: int) -> int:
-    """No plan has fewer general phases."""
+    """Return a lower bound of the number of general phases."""
     pairs = np.bincount(source[:, 0] * num_ranks + target[:, 0])
     return -(-pairs.max() // phase_pieces)
 

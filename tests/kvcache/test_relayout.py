@@ -48,7 +48,7 @@ def state(allocators: list[BuddyAllocator]) -> list[tuple]:
 
 
 class Memory:
-    """Return the memory of one layer of `b` devices: the name of the piece in each slot, `[b, pieces]`."""
+    """Memory of one layer of `b` devices: the name of the piece in each slot, `[b, pieces]`."""
 
     def __init__(self, b: int, num_pieces: int) -> None:
         self.b = b
@@ -239,7 +239,8 @@ def test_scale_up_swaps_pieces_and_keeps_whole_pages_whole():
 
 def test_scale_down_prefers_blocks_where_a_piece_stays_then_empty_ones():
     geometry = geometry_of(2)
-    # Rank 0: the first half of page 0 can stay in block 1. The first half of page 1 cannot stay; block 0 holds it.
+    # Rank 0: the first half of page 0 can stay in block 1. The first half of page 1 is in the second half of block 0,
+    # so it moves to the empty block 2.
     table = np.array([[2, 1, 3], [1, 2, 7]], np.int32)
     allocators = make_allocators(geometry, 2, 4)
     tables = [table[:, :2], table[:, 2:]]

@@ -1,4 +1,4 @@
-"""Reading Hugging Face configs: real models' shapes, rotary frequencies, windows, and what is refused."""
+"""Reading Hugging Face configs: shapes of real models, rotary frequencies, windows and refusals."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def load(shared_data: Path, model: str) -> dict:
 
 
 def published(shared_data: Path) -> dict[str, tuple[int, int]]:
-    """Parameters and bytes of KV per token (bf16) of each model, from the table beside the configs."""
+    """Return parameters and bf16 bytes of KV per token of each model, from the table beside the configs."""
     rows = re.findall(
         r"^\| (\S+) \| ([\d,]+) \| ([\d,]+) B \|",
         (shared_data / "configs" / "README.md").read_text(),
@@ -142,7 +142,7 @@ def test_parameters_are_those_of_the_checkpoint(name):
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_reading_leaves_the_config_as_it_was(name):
-    """`transformers` completes nested dicts in place; a config is written out again with the weights."""
+    """`transformers` completes nested dicts in place, but a config is saved again with the weights."""
     config = tiny_config(name)
     before = copy.deepcopy(config)
     ModelConfig.from_hf(config)
@@ -223,7 +223,7 @@ def test_longest_request_chooses_the_factors_of_longrope(
 
 @pytest.mark.parametrize("name", ROPES)
 def test_inverse_frequencies_one_by_one(name):
-    """Each pair's frequency in plain Python, after `apply_scaling` in Meta's llama-models."""
+    """The reference computes each pair's frequency in plain Python, like `apply_scaling` in Meta's llama-models."""
     head_dim, rope = ROPES[name]
     got = rope.inverse_frequencies(head_dim)
     assert got.dtype == np.float32
@@ -246,7 +246,7 @@ def test_inverse_frequencies_one_by_one(name):
 
 
 def yarn_frequency(rope: RopeConfig, head_dim: int, pair: int) -> float:
-    """Frequency of a pair after equation 23 of the YaRN paper, between pairs that turn 32 times and once."""
+    """Return the frequency of a pair by equation 23 of the YaRN paper, between pairs that turn 32 times and once."""
     plain = rope.theta ** (-2 * pair / head_dim)
 
     def pair_of(turns: int) -> float:
@@ -260,9 +260,9 @@ def yarn_frequency(rope: RopeConfig, head_dim: int, pair: int) -> float:
 
 
 def test_llama3_scaling_spares_fast_pairs_and_slows_slow_ones():
-    """By hand, for Llama 3.1: pairs that turn 4 times in 8,192 tokens stay, those under 1 are 8x slower."""
+    """By hand for Llama 3.1: pairs that turn 4 times in 8,192 tokens stay. Pairs below one turn are 8x slower."""
     plain, scaled = (rope.inverse_frequencies(128) for rope in (RopeConfig(500000.0), ROPES["llama 3.1"][1]))
-    # 8192 * f / 2 pi = 4 at f = 0.003068, pair 28.2; = 1 at f = 0.000767, pair 35.0.
+    # 8192 * f / 2 pi = 4 at f = 0.003068 (pair 28.2), and = 1 at f = 0.000767 (pair 35.0).
     np.testing.assert_allclose(scaled[:29], plain[:29], rtol=1e-6)
     np.testing.assert_allclose(scaled[35:], plain[35:] / 8, rtol=1e-6)
     assert (np.diff(scaled) < 0).all()

@@ -1,4 +1,4 @@
-"""RoPE and dtype settings of a config.json mean what they mean in transformers, wherever versions 4 and 5 put them."""
+"""RoPE and dtype settings of a config.json mean the same as in transformers, in the forms of versions 4 and 5."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from amoeba_jax.models.config import ModelConfig, RopeConfig
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LAYERS = ["full_attention", "full_attention"]
 
-# A family, the RoPE part of its config.json, and what it means: the recorded reading of transformers 5.
+# Family, RoPE part of its config.json, and the recorded reading of transformers 5.
 FORMS: dict[str, tuple[str, dict[str, Any], RopeConfig]] = {
     "nothing": ("llama", {}, RopeConfig(10000.0)),
     "theta": ("llama", {"rope_theta": 777.0}, RopeConfig(777.0)),
@@ -86,7 +86,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], RopeConfig]] = {
     "factor 1 of rotated dimensions": ("llama", {"partial_rotary_factor": 1.0}, RopeConfig(10000.0)),
 }
 
-# What `transformers` refuses too, or reads in a way that is not supported here.
+# Settings that `transformers` refuses too, or reads in a way that is not supported here.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "by layer type": (
         "qwen3",
@@ -131,7 +131,7 @@ TINY = {"llama": "llama2", "mistral": "mistral-window", "qwen2": "qwen2", "qwen3
 
 
 def config_of(family: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A tiny config.json with these RoPE settings and no others."""
+    """Return a tiny config.json with these RoPE settings and no others."""
     return {key: value for key, value in tiny_config(TINY[family]).items() if not key.startswith("rope")} | fields
 
 
@@ -144,7 +144,7 @@ def test_rope_settings_are_read_as_recorded(form: str):
 @pytest.mark.torch
 @pytest.mark.parametrize("form", FORMS)
 def test_rotary_frequencies_are_those_of_the_model_of_transformers(form: str, tmp_path: Path):
-    """The logits depend on the settings through these frequencies alone; `test_parity.py` compares the logits."""
+    """Logits depend on the settings only through these frequencies. `test_parity.py` compares the logits."""
     pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +164,7 @@ def test_other_settings_are_refused_by_name(form: str):
 
 
 def test_mistral_ignores_layer_types():
-    """As in `transformers`, where only the models of other families alternate."""
+    """In `transformers`, only models of other families alternate."""
     config = config_of("mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 13})
     assert ModelConfig.from_hf(config).sliding_windows == (13, 13)
 

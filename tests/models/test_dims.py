@@ -1,4 +1,4 @@
-"""Stored sizes after padding: real models' cost of it, and shards that are whole pages."""
+"""Stored sizes after padding: padding of real models, and shards of whole pages."""
 
 import json
 import math
@@ -165,7 +165,7 @@ def mixed(max_tp: int, **changes) -> ModelDims:
 
 
 def test_models_that_would_be_mostly_padding_are_refused():
-    """Released shards have equally many pages in all layers, so the smaller ones are padded."""
+    """Released shards have equally many pages in all layers, so smaller shards are padded."""
     changes = {"num_hidden_layers": 24, "intermediate_size": 1000}
     message = r"256 features in dense layers and 48 in layers .* would take 4\.5 times their size, the limit is 4"
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Experts compute what a loop over tokens computes, for every distribution of the tokens."""
+"""Experts compute the same as a loop over tokens, for every distribution of the tokens."""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def expert_of(up: jax.Array, down: jax.Array) -> Expert:
 
 
 def looped(x: np.ndarray, ids: np.ndarray, weights: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Sum over the experts of each token, in float64; ids past the last expert belong to other shards."""
+    """Sum over the experts of each token in float64. Ids past the last expert belong to other shards."""
     result = np.zeros(x.shape)
     for (row, token), one in np.ndenumerate(ids):
         if one < len(up):
@@ -68,7 +68,7 @@ def test_experts_compute_their_tokens(case: str, way):
     count, top_k, tokens, occurring = CASES[case]
     random = np.random.default_rng(1)
     choices = np.arange(count + 1) if occurring is None else np.array(occurring)
-    # An id past the last expert may occur several times: its pairs belong to other shards.
+    # An id past the last expert may occur several times, because its pairs belong to other shards.
     ids = np.stack([random.choice(choices, top_k, replace=len(choices) < top_k) for _ in range(tokens)], axis=1)
     x, weights = random.standard_normal((HIDDEN, tokens)), random.random((top_k, tokens))
     up, down = random.standard_normal((count, FEATURES, HIDDEN)), random.standard_normal((count, HIDDEN, FEATURES))
@@ -108,7 +108,7 @@ def specs_of(module: nnx.Module) -> list[ParamSpec]:
 def function_of(module: nnx.Module, result: int = 0) -> Callable[..., jax.Array]:
     """Return a function of weights, hidden states and, if wanted, the context of a step.
 
-    Its result is the new hidden states (`result` 0), or the experts of each token (1).
+    It returns the new hidden states (`result` 0), or the experts of each token (1).
     """
     graph, state = nnx.split(module)
     treedef = jax.tree.structure(state)
@@ -126,7 +126,7 @@ def hidden_states() -> jax.Array:
 
 
 def test_blocks_of_a_shard_have_the_mean_of_all_experts(monkeypatch: pytest.MonkeyPatch):
-    """64 tokens with 3 of 8 experts each: 24 pairs for each expert, also if a shard has 2 of the 8 experts."""
+    """64 tokens with 3 of 8 experts each have 24 pairs for each expert, even if a shard has only 2 experts."""
     widths, original = set(), experts_module._expert
 
     def recorded(x: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
@@ -170,8 +170,8 @@ def test_experts_of_each_token_are_returned(name: str):
     np.testing.assert_array_equal(experts_of(weights, x, context), padded)
 
 
-# Grouped products. JAX's kernel needs a Hopper GPU: a product of the same meaning takes its place here, and the test
-# below lowers the kernel.
+# Grouped products. JAX's kernel needs a Hopper GPU, so an equivalent product replaces it. A test below lowers the
+# kernel for CUDA.
 
 
 def grouped_product(rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def grouped_product(rows: jax.Array, matrices: jax.Array, group_sizes: jax.Array
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_grouped_experts_compute_what_a_loop_computes(name: str, tp: int, monkeypatch: pytest.MonkeyPatch):
-    """One shard of two, or all experts; the ids of the other shard are one past the last expert."""
+    """One shard of two, or all experts. Ids of the other shard are one past the last expert."""
     monkeypatch.setattr(experts_module, "grouped_matmul", grouped_product)
     random, dims = np.random.default_rng(4), tiny_dims(name, tp)
     module = MixtureOfExperts(dims, 0, tp=1)
@@ -257,7 +257,7 @@ SIZES = {"hidden_size": 64, "head_dim": 16, "num_experts": 32, "moe_intermediate
 
 
 def copied_bytes(dims: ModelDims, layer: int) -> int:
-    """Temporaries of a step of 4 tokens through the FFN of one layer, at TP1."""
+    """Return the bytes of temporaries of a step of 4 tokens through the FFN of one layer at TP1."""
     plan = module_plan(dims, range(layer, layer + 1), "ffn", embeds=False)
     key = StepKey((0,), plan.kinds, BatchShape(((4, 1),), 1), (1,), 4, 4, None, "ffn", False)
     compiled = step_program(dims, plan, key).compile(SubMeshPool(tuple(jax.devices()[:1]), 1).group(0, 1))

@@ -34,5 +34,5 @@ def test_norms_round_as_in_each_family(name: str):
         rms_norm(wide, vector, config.norm_eps, config.norm_offset),
         hidden_norm(wide.T, vector, config.norm_eps, config.norm_offset).T,
     ):
-        # A value between two numbers of bfloat16 may be rounded either way. The other order changes a quarter of all.
+        # A value between two bfloat16 numbers may be rounded either way. The other order changes a quarter of all.
         assert np.mean(np.asarray(found, np.float64) != expected) < 0.002

@@ -1,4 +1,4 @@
-"""How a model is cut into segments."""
+"""Division of a model into segments."""
 
 import pytest
 from tiny_models import tiny_config

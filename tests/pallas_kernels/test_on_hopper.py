@@ -1,8 +1,8 @@
-"""Compiled kernel on a Hopper GPU; skipped elsewhere.
+"""Compiled kernel on a Hopper GPU. The tests are skipped on other devices.
 
     JAX_PLATFORMS=cuda python -m pytest tests/pallas_kernels/test_on_hopper.py
 
-These tests cover what the interpreter does not simulate: wgmma, TMA, and barriers between warps that run in parallel.
+These tests cover features that the interpreter does not simulate: wgmma, TMA, and barriers between parallel warps.
 Unused pages and slots hold NaN. Launches are repeated, because a missing barrier changes the result between runs.
 """
 

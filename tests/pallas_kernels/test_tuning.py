@@ -19,7 +19,7 @@ DECODE = KernelShape(batch=8, kv_heads=8, head_dim=128, page_size=16, rows=4, kv
 
 
 class Device:
-    """Return the shape that selects sizes."""
+    """Device with the attributes that select sizes."""
 
     device_kind, core_count = "Test GPU 900", 100
 

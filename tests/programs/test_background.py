@@ -1,4 +1,4 @@
-"""Threads that compile in the background: how many, in what order, and who takes what they bring."""
+"""Background compilation: number of threads, order of programs, and their collection."""
 
 import threading
 import time
@@ -15,8 +15,10 @@ TIMEOUT_S = 60.0
 
 
 class Work:
-    """A compiler whose programs are ready when they are released. Programs are numbered; each is a family of its own.
-    Negative ones fail."""
+    """A compiler whose programs are ready when the test releases them.
+
+    Programs have numbers, and each is a family of its own. Programs with negative numbers fail.
+    """
 
     def __init__(self, jobs: int):
         self.begun: list[int] = []

@@ -1,4 +1,4 @@
-"""A step's inputs packed on the host come out of `unpack` on the device as they went in."""
+"""`unpack` on the device returns the inputs of a step that the host packed."""
 
 import math
 from collections.abc import Callable
@@ -23,12 +23,12 @@ SHAPES = (
     BatchShape(((2, 1), (3, 4), (1, 8)), 2),
 )
 SHAPE_IDS = [f"{shape} width {shape.table_width}" for shape in SHAPES]
-# By default the smallest and the largest one, which has groups of all kinds.
+# By default, only the smallest and the largest shape run. The largest has groups of all kinds.
 SOME_SHAPES = [pytest.param(shape, marks=[pytest.mark.slow] * (shape in SHAPES[1:-1])) for shape in SHAPES]
 
 
 def filled(shape: BatchShape, tp: int, seed: int) -> tuple[StepBatch, dict[str, np.ndarray], np.ndarray]:
-    """A batch with every field set, what was set, and the tables `[tp, R, W]`."""
+    """Return a batch with every field set, the values of the fields, and the tables `[tp, R, W]`."""
     random = np.random.default_rng(seed)
     fields = {
         name: random.integers(-(2**31), 2**31, size, np.int32)
@@ -46,12 +46,12 @@ def filled(shape: BatchShape, tp: int, seed: int) -> tuple[StepBatch, dict[str, 
 
 @cache
 def unpacker(shape: BatchShape) -> Callable[[np.ndarray, np.ndarray], dict[str, jax.Array]]:
-    """A program that returns all fields: without it, each operation would be compiled by itself."""
+    """Return a program that unpacks all fields. Otherwise JAX would compile each operation separately."""
     return jax.jit(lambda packed, rows: unpack(packed, shape.fields) | unpack(rows, shape.row_fields))
 
 
 def unpacked(batch: StepBatch, rank: int = 0) -> dict[str, jax.Array]:
-    """All fields of one rank."""
+    """Return all fields of one rank."""
     with compiling_quickly():
         return unpacker(batch.shape)(batch.packed[rank], batch.rows[rank])
 

@@ -1,4 +1,4 @@
-"""Work lists of steps, carried out on plain lists: every module computes the rows of its microbatches, once."""
+"""Work lists of steps, run on plain lists: every module computes the rows of its microbatches once."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -23,7 +23,7 @@ def cutter(num_layers: int, segment_layers: int) -> SegmentCutter:
 
 
 def carry_out(work: tuple[Work, ...], placement: Placement, microbatch: int | None) -> dict[int, list[Block]]:
-    """Run a work list on lists of blocks, one list for each device. Returns the blocks of each device."""
+    """Run a work list on lists of blocks. Return the blocks of each device."""
     several = microbatch is None and placement.num_microbatches > 1
     count = placement.num_microbatches if several else 1
     buffers: dict[int, list[Block]] = {device: [()] * count for device in placement.devices}

@@ -1,6 +1,6 @@
-"""Sequences about to get a token, the sampler driven as an instance drives it, and float64 NumPy to compare with.
+"""Sequences before their next token, the sampler as an instance drives it, and a reference in float64 NumPy.
 
-Logits are `[R, V]` here, a sequence's in a row; the sampler gets them as `[V, R]`. Programs take longer to compile
+Logits are `[R, V]` here, one row for each sequence. The sampler gets them as `[V, R]`. Programs take longer to compile
 than to run, so tests share a few shapes.
 """
 
@@ -30,7 +30,7 @@ from amoeba_jax.sampling.rows import (
 )
 from amoeba_jax.sampling.sampler import sample, sample_full, set_state, token_logprobs
 
-OPTIONS = few_kernels("cpu")  # as samplers are compiled to serve
+OPTIONS = few_kernels("cpu")  # as for serving
 jit_sample = jax.jit(sample, compiler_options=OPTIONS)
 jit_draw_full = jax.jit(sample_full, donate_argnums=2, compiler_options=OPTIONS)
 jit_set_state = jax.jit(set_state, donate_argnums=(0, 1))
@@ -51,9 +51,9 @@ def gumbel(seed: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probabilities of one row's tokens: temperature, then min-p, then top-k of the rest, then top-p of that.
+    """Return the probabilities of one row: apply temperature, then min-p, then top-k to the rest, then top-p.
 
-    Raises `AssertionError` if the outcome hangs on a rounding error.
+    Raise `AssertionError` if the result depends on a rounding error.
     """
     scaled = np.asarray(logits, np.float64) / params.temperature
     p = np.exp(scaled - scaled.max())
@@ -73,7 +73,7 @@ def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def processed(logits: np.ndarray, case: "Case") -> np.ndarray:
-    """Logits after masks, bias and penalties, an option at a time."""
+    """Return the logits after masks, bias and penalties, applied one by one."""
     params, x = case.params, np.asarray(logits, np.float64).copy()
     prompt, output = list(case.prompt), list(case.output)
     for token in range(len(x)):
@@ -94,7 +94,7 @@ def processed(logits: np.ndarray, case: "Case") -> np.ndarray:
 
 
 def expected_token(logits: np.ndarray, case: "Case") -> int:
-    """The token of a row. Raises `AssertionError` if it hangs on a rounding error."""
+    """Return the token of a row. Raise `AssertionError` if it depends on a rounding error."""
     x = processed(logits, case)
     scores = x
     if case.params.temperature > 0:
@@ -106,12 +106,12 @@ def expected_token(logits: np.ndarray, case: "Case") -> int:
     return int(scores.argmax())
 
 
-# The sampler, driven as an instance does.
+# Sampler, driven like by an instance.
 
 
 @dataclass
 class Case:
-    """A sequence about to get a token."""
+    """Sequence before its next token."""
 
     params: SamplingParams
     prompt: Sequence[int] = ()
@@ -133,7 +133,7 @@ class Case:
 
 
 class State:
-    """What stays on the device. Slots that no one took have garbage in them."""
+    """Sampling state on the device. Unused slots contain garbage."""
 
     def __init__(self, vocab_size: int = VOCABULARY, slots: int = SLOTS):
         self.last_tokens = jnp.full(slots, 1, jnp.int32)
@@ -157,7 +157,7 @@ class State:
 
 
 def sample_full(logits: np.ndarray, cases: list[Case]) -> np.ndarray:
-    """Tokens of cases, each in the slot of its index, on logits that may have more rows."""
+    """Return the tokens of cases, each in the slot of its index. Logits may have more rows."""
     vocab_size = logits.shape[1]
     state = State(vocab_size, len(logits) + 2)
     for slot, case in enumerate(cases):
@@ -174,12 +174,12 @@ def cached_row(params: SamplingParams, vocab_size: int) -> SamplingRow:
 
 @cache
 def seeded_row(params: SamplingParams, seed: int, vocab_size: int) -> SamplingRow:
-    """A row for a seed. `with_seed` is much faster than `sampling_row`, and some tests need 20,000 seeds."""
+    """Return a row for a seed. `with_seed` is much faster than `sampling_row`, and some tests need 20,000 seeds."""
     return cached_row(params, vocab_size).with_seed(seed)
 
 
 def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], seeds=0, positions=0) -> np.ndarray:
-    """Tokens that `sample` takes from `[R, V]` logits; settings are one for all rows or one each."""
+    """Return the tokens that `sample` takes from `[R, V]` logits, with settings for all rows or for each row."""
     num_rows, vocab_size = logits.shape
     settings = params if isinstance(params, list) else [params] * num_rows
     seeds, positions = (np.broadcast_to(value, num_rows).tolist() for value in (seeds, positions))
@@ -197,7 +197,7 @@ def sample(logits: np.ndarray, params: SamplingParams | list[SamplingParams], se
 
 
 def logprobs_of(logits: np.ndarray, targets: np.ndarray) -> TokenLogprobs:
-    """Log-probabilities from `[N, V]` logits and a target each."""
+    """Return log-probabilities from `[N, V]` logits and a target for each row."""
     packed = jit_token_logprobs(jnp.asarray(logits.T), jnp.asarray(targets, jnp.int32))
     return unpack_logprobs(np.array(packed))
 
@@ -210,7 +210,7 @@ def random_logits(rows: int = 512, vocabulary: int = VOCABULARY, seed: int = 0) 
 
 
 def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    """Exactly the possible tokens occur, as often as they should: Pearson's statistic within 6 sigma."""
+    """Check that exactly the possible tokens occur, with Pearson's statistic within 6 sigma."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     expected = probabilities * len(tokens)
     possible = probabilities > 0
@@ -225,10 +225,10 @@ DRAWS = 20000
 
 
 def flat_logits(seed: int) -> np.ndarray:
-    """Twelve tokens of which none is too rare to turn up in thousands of draws."""
+    """Return logits of twelve tokens. In thousands of draws every token occurs."""
     return np.clip(np.random.default_rng(seed).standard_normal(12), -1.5, 1.5).astype(np.float32)
 
 
 def draw_many(logits: np.ndarray, params: SamplingParams | list[SamplingParams], seeds=0) -> np.ndarray:
-    """`DRAWS` tokens of one row's logits, at positions of their own."""
+    """Draw `DRAWS` tokens from one row's logits, each at a different position."""
     return sample(np.broadcast_to(logits, (DRAWS, len(logits))), params, seeds, np.arange(DRAWS))

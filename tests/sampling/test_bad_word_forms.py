@@ -1,4 +1,4 @@
-"""Bad words by brute force: no text that real tokenizers encode gets past the mask with a banned word in it."""
+"""Bad words by brute force: the mask stops every text with a banned word that real tokenizers encode."""
 
 import gzip
 import re
@@ -12,9 +12,9 @@ from amoeba_jax.sampling.rows import SamplingRow, bad_word_ids, bad_word_pairs, 
 from amoeba_jax.tokenizer import Tokenizer
 
 WORDS = ("Lily", "a", "the end", "naïve", "C++", "don't", "it", "猫", "1984", "...", "</b>", "Once upon a time")
-# Text before a word, which ends where a word may begin.
+# Text before a word. Each ends at a possible start of a word.
 BEFORE = ("", " ", "\n", "\n\n", "  ", "\n  ", "He ran. ", "He ran.\n", "x\n\n", "Yes,  ", "<b>\n")
-# Text after it, which no vocabulary here merges with a word's last token.
+# Text after a word. No vocabulary here merges it with the last token of the word.
 AFTER = ("", " and", " Lily")
 
 
@@ -34,7 +34,7 @@ def row_for(words: list[str], tokenizer: Tokenizer) -> SamplingRow:
 
 
 def is_masked(row: SamplingRow, tokens: list[int]) -> bool:
-    """Whether one of the tokens could not have been generated after those before it."""
+    """Return whether the mask excludes one of the tokens, given the tokens before it."""
     last = {word[-1] for word in row.bad_words}
     for index, token in enumerate(tokens):
         if token in row.banned:
@@ -69,7 +69,7 @@ def test_words_of_real_text_are_masked_and_other_text_is_not(tokenizer: Tokenize
 
 
 def test_newline_before_a_word_is_no_way_around_sentencepiece(shared_data: Path):
-    """Llama 2's vocabulary encodes a word at the start of a text as it does after a space."""
+    """Llama 2's vocabulary encodes a word at the start of a text like a word after a space."""
     tokenizer = Tokenizer.from_directory(shared_data / "models" / "stories260K")
     forms = {tokenizer.decode([tokenizer.encode("x", False)[-1], *form]) for form in bad_word_ids(["Lily"], tokenizer)}
     assert forms == {"xLily", "x Lily"}

@@ -1,6 +1,6 @@
-"""Drawing tokens against float64 NumPy: exact distributions, and the exact token for a seed's and a position's noise.
+"""Drawing tokens, compared with float64 NumPy: exact distributions, and exact tokens for a seed and a position.
 
-Seeds are fixed: nothing is left to chance.
+Seeds are fixed, so every run gives the same tokens.
 """
 
 import jax
@@ -31,7 +31,7 @@ from amoeba_jax.sampling.sampler import _gumbel
 def test_temperature_zero_takes_the_greedy_token(vocabulary: int):
     logits = random_logits(12, vocabulary)
     np.testing.assert_array_equal(sample(logits, GREEDY), logits.argmax(-1))
-    # Other settings do not matter then.
+    # Other settings have no effect then.
     params = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1)
     np.testing.assert_array_equal(sample(logits, params, 7, 3), logits.argmax(-1))
 
@@ -72,7 +72,7 @@ def test_top_k_of_all_changes_nothing(top_k: int):
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("vocabulary", [200, 2080])
 def test_every_top_k_by_every_way_to_it(vocabulary: int):
-    """Small ones, those of which a batch has a larger one, and larger ones, of vocabularies of few and many blocks."""
+    """Batches have only small values, or small and large values. Vocabularies have few or many blocks."""
     logits, seeds = random_logits(12, vocabulary, seed=3), range(12)
     larger = [1, 2, 63, 64, 65, 66, 100, 128, vocabulary - 2, vocabulary - 1, vocabulary, vocabulary + 1]
     for top_ks in ([1, 2, 3, 5, 8, 63, 64, 10, 20, 30, 40, 50], larger):
@@ -110,7 +110,7 @@ FILTERS = [
     {"min_p": 0.5, "temperature": 1.5},
     {"top_k": 5, "top_p": 0.8},  # 0.8 of the five, not of all
     {"top_k": 4, "top_p": 0.55, "min_p": 0.3},
-    {"top_p": 0.9, "min_p": 0.25},  # 0.9 of what min-p leaves
+    {"top_p": 0.9, "min_p": 0.25},  # 0.9 of the tokens after min-p
     {"top_k": 6, "top_p": 0.9, "min_p": 0.15, "temperature": 1.3},
 ]
 
@@ -159,7 +159,7 @@ def test_shifting_all_logits_changes_nothing():
 
 @pytest.mark.parametrize("temperature", [1e-20, 1e-37, 1e-45, 1e-60])
 def test_tiny_temperature_is_greedy(temperature: float):
-    """Any temperature above 0 is allowed: dividing logits by a tiny one must not overflow."""
+    """Any temperature above 0 is allowed. Division of logits by a tiny temperature must not overflow."""
     logits = random_logits()
     tokens = sample(logits, SamplingParams(temperature=temperature, top_p=0.9), np.arange(512))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
@@ -183,7 +183,7 @@ def test_broken_logits_give_no_token_and_harm_no_other_row(broken: float, whole_
     whole = sample(logits, SamplingParams(top_p=0.9, top_k=20), np.arange(512))
     logits[0, :: 1 if whole_row else 9] = broken
     tokens = sample(logits, SamplingParams(top_p=0.9, top_k=20), np.arange(512))
-    # A NaN among numbers may go unseen, and -inf among them is nothing to see.
+    # One NaN among numbers may stay undetected, and -inf among numbers is valid.
     assert tokens[0] == NO_TOKEN or (broken != np.inf and not whole_row and 0 <= tokens[0] < logits.shape[1])
     np.testing.assert_array_equal(tokens[1:], whole[1:])
     case = Case(SamplingParams(repetition_penalty=1.5, logprobs=3), prompt=[1])
@@ -218,7 +218,7 @@ def test_row_gets_the_same_token_whatever_its_batch_and_place(vocabulary: int):
         np.testing.assert_array_equal(at(order), whole[order])
     large = random.integers(0, rows, 512)
     np.testing.assert_array_equal(at(large), whole[large])
-    # Through the other program too.
+    # The program with all options gives the same tokens.
     cases = [
         Case(p, prompt=[0] * n, seed=s) for p, s, n in zip(params, seeds.tolist(), positions.tolist(), strict=True)
     ]
@@ -244,7 +244,7 @@ def test_one_nan_among_numbers_is_no_token_that_comes(setting: dict):
 
 
 def test_one_infinite_logit_ends_in_no_token():
-    """Nothing is within the top p of an infinite peak: the search for it must end all the same."""
+    """No token is within the top p of an infinite peak, but the search must end."""
     logits = random_logits(ROWS)
     logits[3, 9] = np.inf
     tokens = sample(logits, SamplingParams(top_p=0.5), np.arange(ROWS))

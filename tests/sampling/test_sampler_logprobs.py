@@ -25,7 +25,7 @@ def exact_logprobs(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("vocabulary", [1, 5, 64])
 def test_logprobs_are_those_of_the_logits_as_given(vocabulary: int):
-    """Masked, biased and heated rows too."""
+    """Bias and temperature do not change log-probabilities."""
     logits = random_logits(ROWS, vocabulary, seed=6)
     options = {"logprobs": 20, "temperature": 3.0, "logit_bias": {0: 5}, "min_tokens": 0}
     cases = [Case(SamplingParams(**options), seed=row, slot=row) for row in range(ROWS)]

@@ -17,13 +17,13 @@ ANYTHING = StructuredOutput(regex=".*")
 
 
 def packed_masks(allowed: np.ndarray) -> np.ndarray:
-    """`[R, V]` flags as packed bits."""
+    """Return `[R, V]` flags as packed bits."""
     padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
     return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
 
 
 def choose(logits: np.ndarray, cases: list[Case], allowed: np.ndarray):
-    """Result of the sampler for cases, each in the slot of its index."""
+    """Return the result of the sampler for cases, each in the slot of its index."""
     state = State(logits.shape[1], len(logits) + 2)
     for slot, case in enumerate(cases):
         case.slot = slot
@@ -49,7 +49,7 @@ def test_packed_bits_are_the_allowed_tokens(data: st.DataObject, vocab_size: int
 @given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0.02, 0.3, 0.9]))
 @settings(max_examples=8)
 def test_constrained_rows_choose_among_their_tokens(seed: int, share: float):
-    """Beside rows without a constraint. Some draw, some have penalties, banned words or minimum lengths."""
+    """Other rows have no constraint. Some rows draw, and some have penalties, banned words or minimum lengths."""
     random = np.random.default_rng(seed)
     logits = random_logits(ROWS, seed=seed)
     allowed = random.random((ROWS, VOCABULARY)) < share
@@ -79,13 +79,13 @@ def test_constrained_rows_choose_among_their_tokens(seed: int, share: float):
         masked = np.where(allowed[row], logits[row], -np.inf).astype(np.float32)
         try:
             wanted = expected_token(masked, case)
-        except AssertionError:  # two tokens are as good
+        except AssertionError:  # two tokens are equally good
             continue
         assert result.tokens[row] == wanted
 
 
 def tokens_left(allowed: np.ndarray, case: Case) -> np.ndarray:
-    """Tokens that the mask and the options leave."""
+    """Return the tokens that the mask and the options leave."""
     left = allowed.copy()
     params = case.params
     if params.allowed_token_ids is not None:

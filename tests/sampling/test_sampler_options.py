@@ -47,7 +47,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 
 def is_served(case: Case) -> bool:
-    """Whether its settings leave a token. Others are refused."""
+    """Return whether the settings leave a token. Other settings are refused."""
     params = case.params
     masked = {word[0] for word in case.words if len(word) == 1}
     masked |= {*EOS, *params.stop_token_ids} if params.min_tokens else set()
@@ -80,7 +80,7 @@ def test_any_options_together_give_the_expected_token(cases: list[Case], logits_
 @settings(max_examples=50)
 @given(case=sequences, logits_seed=st.integers(0, 2**31))
 def test_token_in_flight_makes_no_difference(case: Case, logits_seed: int):
-    """The host decides by the last token, or the device does: the same comes of it."""
+    """The result is the same, whether the host or the device compares the last token."""
     assume(case.output)
     logits = random_logits(ROWS, seed=logits_seed)
     known = sample_full(logits, [case])
@@ -132,7 +132,7 @@ def test_stop_tokens_wait_for_min_tokens():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_options_that_leave_no_token_are_put_aside(temperature: float):
-    """Here all that is allowed is a bad word, or would complete one."""
+    """Each allowed token is a bad word, or would complete one."""
     logits = random_logits(ROWS)
     params = SamplingParams(temperature=temperature, allowed_token_ids=[2, 3])
     token = sample_full(logits, [Case(params, output=[1], words=((3,), (1, 2)), seed=5)])

@@ -1,4 +1,4 @@
-"""Settings of whole requests that the sampler has limits for: bad words, tokens without logits, and seeds."""
+"""Requests at limits of the sampler: bad words, tokens without logits, and seeds."""
 
 from collections.abc import Iterator
 from string import ascii_letters
@@ -19,7 +19,7 @@ EXTRA = "<extra>"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """A model of 256 tokens, whose tokenizer has one more."""
+    """Provide a model of 256 tokens with a tokenizer of 257 tokens."""
     directory = byte_model(tmp_path_factory.mktemp("models") / "one")
     path = str(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
@@ -47,7 +47,7 @@ def first_tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> 
 
 
 def test_bad_words_of_tokens_without_logits_are_served(llm: LLM):
-    """They can never come: nothing is left to ban of them, and other bad words still hold."""
+    """These tokens never occur, so the words need no ban. Other bad words still apply."""
     expected = first_tokens(llm, [[1, 2, 3]], GREEDY)
     words = [EXTRA, f"a{EXTRA}", f"{EXTRA}b"]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, bad_words=words)
@@ -60,7 +60,7 @@ def test_bad_words_of_tokens_without_logits_are_served(llm: LLM):
 
 
 def test_too_many_bad_words_are_refused_alone(llm: LLM):
-    """Each of these has two forms of several tokens. As many as are allowed hold."""
+    """Each word has two forms of several tokens. As many words as the limit allows are served."""
     expected = first_tokens(llm, [[1, 2, 3]], GREEDY)
     words = [first + second for first in ascii_letters for second in ascii_letters]
     most, more = (

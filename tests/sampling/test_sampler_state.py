@@ -1,4 +1,4 @@
-"""What the sampler keeps on the device for each running sequence."""
+"""State of the sampler on the device for each running sequence."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +68,7 @@ def test_rows_without_state_ignore_what_is_in_their_slot():
     cases = [Case(p, seed=index) for index, p in enumerate(params)]
     tokens = sample(logits, [*params, *[GREEDY] * 4], [0, 1, 2, 3, 0, 0, 0, 0])
     np.testing.assert_array_equal(sample_full(logits, cases), tokens[:4])
-    # Beside a row that has state, which makes the program read it.
+    # A row with state makes the program read the state.
     cases.append(Case(SamplingParams(min_tokens=1)))
     np.testing.assert_array_equal(sample_full(logits, cases)[:4], tokens[:4])
 

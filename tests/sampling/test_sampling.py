@@ -1,4 +1,4 @@
-"""Sampling's host side: settings, state, bad words, packed steps and results."""
+"""Host side of sampling: settings, state, bad words, packed steps and results."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def test_state_rows_hold_prompt_stops_and_counts():
 
 
 def test_tokens_outside_the_vocabulary_have_no_state():
-    """A tokenizer can have more tokens than the model has logits for, and a config can name an end that is no token."""
+    """A tokenizer may have more tokens than the model has logits, and a config may name an end that is no token."""
     params = SamplingParams(min_tokens=1)
     row = sampling_row(params, 0, 8, (-1, 7, 8, 500), bad_words=((8,), (1, 8), (8, 1), (3,), (3, 7)))
     assert (row.banned, row.bad_words) == ((3,), ((3, 7),))
@@ -93,7 +93,7 @@ def pairs_of(row: SamplingRow, output: Sequence[int], in_flight: bool) -> list[l
 
 
 def matches(words: Sequence[tuple[int, ...]], output: Sequence[int]) -> set[int]:
-    """What vLLM bans after `output`, but for words of one token."""
+    """Return the tokens that vLLM bans after `output`, except for words of one token."""
     found = set()
     for word in words:
         prefix = len(word) - 1
@@ -126,7 +126,7 @@ def test_pairs_in_flight_name_the_token_they_wait_for():
 
 
 class WatchedOutput(list[int]):
-    """Counts how often it is read."""
+    """List that counts its reads."""
 
     reads = 0
 
@@ -170,14 +170,14 @@ def test_more_bad_words_than_a_row_has_room_for_are_refused():
 def test_settings_that_leave_no_token_are_refused(params: dict, words: tuple, message: str):
     with pytest.raises(RequestError, match=message):
         sampling_row(SamplingParams(**params), 0, 8, (7,), words)
-    # One more token, or a word that is longer, leaves one.
+    # One more allowed token, or longer words, leave a token.
     one_more = params | {"allowed_token_ids": [*params.get("allowed_token_ids", ()), 6], "stop_token_ids": [2]}
     assert sampling_row(SamplingParams(**one_more), 0, 8, (7,), tuple(word for word in words if word != (6,)))
     assert sampling_row(SamplingParams(**params | {"min_tokens": 0}), 0, 8, (7,), tuple((*word, 1) for word in words))
 
 
 class LetterTokenizer(Tokenizer):
-    """A token for each letter, which a space before it makes another one. Knows no digits."""
+    """Tokenizer with a token for each letter, and another token for a letter after a space. It knows no digits."""
 
     def __init__(self) -> None:
         pass
@@ -238,7 +238,7 @@ def test_settings_decide_the_program_and_the_state(params: dict, words: tuple, k
 
 
 def test_packed_settings_arrive_bit_for_bit():
-    """Floats travel as integers: not representable in fewer bits, subnormal, or at the edge of a range."""
+    """Floats travel as integers. Some floats here need all bits, are subnormal, or are at the edge of a range."""
     edge = float(np.nextafter(np.float32(1), np.float32(0)))
     params = [
         SamplingParams(temperature=0.1, top_p=1 / 3, min_p=0.7, top_k=5, presence_penalty=-1 / 7),
@@ -285,6 +285,6 @@ def test_entry_has_the_token_and_the_most_probable():
 
     close(logprob_entry(logprobs, 0, 0, 0), {0: (0.1, 4)})
     close(logprob_entry(logprobs, 0, 0, 2), {0: (0.1, 4), 1: (0.4, 1), 3: (0.3, 2)})
-    # The token is among the most probable here, and the vocabulary has no twenty tokens.
+    # The token is among the most probable tokens here, and the vocabulary has fewer than twenty tokens.
     everything = {0: (0.1, 4), 1: (0.4, 1), 3: (0.3, 2), 2: (0.2, 3)}
     close(logprob_entry(logprobs, 0, 0, 20), everything)

@@ -1,4 +1,4 @@
-"""Tiny models that take text, a server over one of them that the tests can look into, and a cache of the tests' own."""
+"""Tiny text models, servers over one model with access to their internals, and a compile cache for tests."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def private_cache(compile_cache: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test writes into the user's cache. One for all processes, so that equal programs compile once."""
+    """Keep tests out of the user's cache. All processes share one cache, so that equal programs compile once."""
     path = Path(compile_cache).parent
     monkeypatch.setenv("AMOEBA_CACHE_DIR", str(path))
     return path
@@ -46,7 +46,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
-    """Two devices, as two instances."""
+    """An LLM with two instances of one device each."""
     with LLM(
         served_model,
         num_devices=2,
@@ -64,7 +64,7 @@ Start = Callable[..., Live]
 
 @pytest.fixture(scope="session")
 def loop() -> Iterator[LoopThread]:
-    """The loop of all servers: gRPC's event loops share what wakes them up, and one that ends may take it away."""
+    """The event loop of all servers. gRPC's event loops share a wake-up, which can get lost when a loop ends."""
     loop = LoopThread()
     yield loop
     loop.close()
@@ -72,7 +72,7 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
-    """Starts servers over the LLM: `start(...)`, with fields of `ServerConfig` and `Limits`."""
+    """Function that starts a server over the LLM. Its keywords include fields of `ServerConfig` and `Limits`."""
     stack: list[Live] = []
 
     def start_one(
@@ -115,7 +115,7 @@ def start(served_llm: LLM, loop: LoopThread) -> Iterator[Start]:
 
 @pytest.fixture
 def live(start: Start) -> Live:
-    """A server with settings of no interest."""
+    """A server with default settings."""
     return start()
 
 

@@ -1,4 +1,4 @@
-"""What the tests of both executors share: the same questions to a simulated one and to one on devices."""
+"""A common test interface to the simulated executor and to the executor on devices."""
 
 import contextlib
 import heapq
@@ -25,11 +25,11 @@ from serving.simulator.tally import Records, Tally
 from serving.simulator.transformation_cost import FixedTransformation
 
 CACHE, PAGE, SLOTS = 64, 4, 4
-"""Tokens and requests that an instance of one device holds."""
+"""Tokens of the KV cache, tokens in a page, and slots of an instance of one device."""
 
 
 class Silent:
-    """Decides nothing, and leaves paused requests as they are."""
+    """Policy without decisions, which leaves paused requests paused."""
 
     name = "silent"
     pauses = True
@@ -39,29 +39,29 @@ class Silent:
 
 
 def kept(executor: Executor) -> ClusterView:
-    """A snapshot that can be read later: that of a queue on devices is of one moment."""
+    """Return a snapshot with a copy of the queue. On devices, the queue itself is valid for one moment only."""
     view = executor.snapshot()
     return replace(view, queue=tuple(view.queue))
 
 
 class Harness(Protocol):
-    """Two devices, and an executor that the tests may ask."""
+    """Two devices with an executor under test."""
 
     def start(self, requests: list[tuple[int, int]]) -> list[str]:
-        """Let requests of that many prompt and output tokens wait; their names, in order."""
+        """Queue requests with these prompt and output tokens, and return their names in order."""
         ...
 
     def call(self, what: Callable[[Executor], Any]) -> Any:
-        """What a scheduler would ask, at one moment."""
+        """Call a function with the executor at one moment, as a scheduler does, and return its result."""
         ...
 
     def until(self, what: Callable[[ClusterView], bool]) -> ClusterView:
-        """Let time go on until a snapshot is so."""
+        """Advance time until a snapshot meets the condition, and return this snapshot."""
         ...
 
 
 class SimHarness:
-    """Virtual time, moved by the test."""
+    """Harness in virtual time."""
 
     def __init__(self, capacity: dict[int, int]):
         rates = RateStepCost(prefill={1: 1e3, 2: 2e3}, decode={1: 100, 2: 150}, decode_each={1: 50, 2: 75})
@@ -104,7 +104,7 @@ class SimHarness:
 
 
 class JaxHarness:
-    """An engine, whose dispatcher thread is asked."""
+    """Harness over an engine. Calls run on its dispatcher thread."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -133,7 +133,7 @@ class JaxHarness:
         return view
 
     def close(self) -> None:
-        """Reject what waits, let the rest end, and split."""
+        """Reject queued requests, wait until running requests end, and split."""
 
         def clear(executor: Executor) -> int:
             view = kept(executor)
@@ -146,7 +146,7 @@ class JaxHarness:
         while self._llm._engine.changes.busy:
             time.sleep(0.01)
         for background in self._background:
-            with contextlib.suppress(QueueFullError):  # those that the tests rejected
+            with contextlib.suppress(QueueFullError):  # rejected requests
                 background.result()
         self._llm.remove_scheduler_hook()
         if any(view.tensor_parallel_size > 1 for view in self._llm.instances):
@@ -154,7 +154,7 @@ class JaxHarness:
 
 
 def apply(harness: Harness, *actions: Action) -> list[Outcome]:
-    """Actions at one moment, behind a snapshot as a scheduler takes it."""
+    """Apply actions right after a snapshot, as a scheduler does, and return their outcomes."""
 
     def all_of_them(executor: Executor) -> list[Outcome]:
         executor.snapshot()
@@ -168,5 +168,5 @@ def snapshot(harness: Harness) -> ClusterView:
 
 
 def of(view: ClusterView, name: str) -> InstanceView:
-    """The instance that runs a request."""
+    """Return the instance that runs a request."""
     return next(i for i in view.instances if name in {r.request_id for r in i.running})

@@ -1,4 +1,4 @@
-"""A server in this process, in an event loop of its own, and what must hold whenever it is idle."""
+"""A server in this process with its own event loop, and the checks of an idle server."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from serving.runtime.scheduling import Scheduling
 
 T = TypeVar("T")
 TIMEOUT_S = 120
-"""For whatever could wait for ever; a test that gets there has failed."""
+"""Limit of waits that could last forever. A test that reaches it has failed."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -40,13 +40,13 @@ class LoopThread:
         while time.monotonic() < give_up:
             with contextlib.suppress(TimeoutError):
                 return future.result(2.0)
-            # All event loops of a process share gRPC's queue of events. One that has ended with calls under way may
-            # leave others' events there until the next comes: this is the next.
+            # All event loops of a process share gRPC's event queue. If a loop ends during calls, events of other loops
+            # may stay in the queue until the next event comes. This call makes an event.
             asyncio.run_coroutine_threadsafe(_make_an_event(), self.loop)
         raise TimeoutError(f"not done within {TIMEOUT_S} s")
 
     def close(self) -> None:
-        gc.collect()  # servers that are dropped want their loop
+        gc.collect()  # collected servers still need their loop
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -60,7 +60,7 @@ async def _make_an_event() -> None:
 
 @dataclass
 class Live:
-    """A server that runs, and how to reach it."""
+    """A running server with its clients."""
 
     server: Server
     llm: LLM
@@ -81,18 +81,18 @@ class Live:
         return pb_grpc.AdminServiceStub(self.channel)
 
     def generate(self, **fields: Any) -> Any:
-        """A stream for `fields` of a request; its parameters are greedy unless they are given."""
+        """Start a `Generate` call with these fields of the request. Sampling is greedy by default."""
         fields.setdefault("params", pb.SamplingParams(temperature=0, max_tokens=8))
         timeout = fields.pop("timeout", TIMEOUT_S)
         return self.inference.Generate(pb.GenerateRequest(**fields), timeout=timeout)
 
     def check_idle(self) -> None:
-        """No request is left: everything is free and zero, and the next one is answered as the API answers it."""
+        """Check that no request is left. All counters are zero, and the next answer equals the Python API's."""
         self.loop.run(asyncio.wait_for(self.server.request_handler._idle.wait(), TIMEOUT_S))
         admission = self.server.request_handler.admission
         assert (admission.ids, admission.requests_by_class.total(), admission.tokens_by_class.total()) == (set(), 0, 0)
         assert not admission._requests_of
-        # The engine takes a request that was cancelled out between two steps.
+        # The engine removes a cancelled request between two steps.
         idle = (0, 0, 0)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == idle for v in self.llm.instances))
         wait_until(lambda: not registry_of(self.llm).ids)
@@ -103,7 +103,7 @@ class Live:
 
 
 def wait_until(what: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for something that no one tells."""
+    """Poll until a condition holds."""
     give_up = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < give_up, "it never came to that"
@@ -111,7 +111,7 @@ def wait_until(what: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
 
 
 def code_and_text(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
-    """How a call fails. Its text must not say anything about this machine."""
+    """Return the status and text of a failed call. The text must not reveal anything about this machine."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     error: Any = caught.value

@@ -1,4 +1,4 @@
-"""One suite for both executors: what the simulated one takes on, refuses and shows, the one on devices does too."""
+"""One suite for both executors, which must accept, refuse and show the same."""
 
 import pytest
 from executor_harness import CACHE, SLOTS, Harness, apply, of, snapshot

@@ -1,4 +1,4 @@
-"""Pauses on both executors: what the simulated one takes on, refuses and shows, the one on devices does too."""
+"""Pauses on both executors, which must accept, refuse and show the same."""
 
 import pytest
 from executor_harness import CACHE, SLOTS, Harness, apply, of, snapshot
@@ -11,7 +11,7 @@ RESUME = ScaleDown((0, 1), 1)
 
 
 def decoding(harness: Harness, *names: str) -> ClusterView:
-    """Wait until requests have some output."""
+    """Wait until the requests have some output, and return that snapshot."""
 
     def some_output(view: ClusterView) -> bool:
         running = {r.request_id: r for i in view.instances for r in i.running}
@@ -21,7 +21,7 @@ def decoding(harness: Harness, *names: str) -> ClusterView:
 
 
 def paused(view: ClusterView) -> dict[str, int]:
-    """Tokens of paused requests."""
+    """Return the tokens of each paused request."""
     return {r.request_id: r.num_tokens for i in view.instances for member in i.paused for r in member}
 
 

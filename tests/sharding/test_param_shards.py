@@ -1,4 +1,4 @@
-"""Weight shards, compared with matrices cut by hand; sums over shards, compared with dense products in float64."""
+"""Weight shards, compared with matrices cut by hand, and their sums, compared with dense products in float64."""
 
 import math
 

@@ -74,7 +74,7 @@ def test_sharded_view_is_the_ranks_buffers_side_by_side(pool, start, tp):
     group = pool.group(start, tp)
     values = [np.arange(6, dtype=np.float32).reshape(3, 2) + 100 * rank for rank in range(tp)]
     buffers = [jnp.array(v, copy=True, device=d) for v, d in zip(values, group.devices, strict=True)]
-    assemble(group, buffers)  # JAX checks only the first array of a kind; this one skips the check
+    assemble(group, buffers)  # JAX checks only the first array of a kind
     view = assemble(group, buffers)
     assert view.sharding.is_equivalent_to(group.sharded, view.ndim)
     np.testing.assert_array_equal(view, np.concatenate(values))

@@ -1,4 +1,4 @@
-"""An engine for the tests of transformations, and that engine between two of them."""
+"""Engine for tests of transformations, without requests between tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,10 @@ from amoeba_jax import LLM
 
 @pytest.fixture(scope="module")
 def model_name() -> str:
-    """Name of the tiny model of the module. Modules override this fixture with `EXPERTS_FIRST`.
+    """Return the name of the tiny model of the module. Modules override this fixture with `EXPERTS_FIRST`.
 
-    Running each test with a dense model and with experts would take too long. So most modules have the dense model, and
-    `test_transform.py` and `test_parallel_attention.py`, which share compiled programs, have experts by default and the
-    dense model in slow tests.
+    Running each test with both models would take too long, so most modules use the dense model. `test_transform.py` and
+    `test_parallel_attention.py` share compiled programs. They use the model with experts by default.
     """
     return DENSE
 
@@ -30,7 +29,7 @@ def directory(model_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def device_memory() -> str:
-    """Memory budget of the engine. Modules override this fixture if their transformations copy layers."""
+    """Return the memory budget of the engine. Modules override this fixture if their transformations copy layers."""
     return "4MiB"
 
 

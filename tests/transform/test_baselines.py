@@ -1,4 +1,4 @@
-"""Movers that transformations are compared with: slower, larger, and with the same tokens."""
+"""Baseline movers of transformations: slower, with more memory and the same tokens."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +24,7 @@ def device_memory() -> str:
 
 
 def by(variant: str, llm: LLM, degree: int, **options: Any) -> TransformReport:
-    """Transform all devices in place, or by a baseline."""
+    """Transform all devices, in place or by a baseline."""
     with movers.baseline(variant) if variant in movers.MOVERS else nullcontext():
         return llm.transform(degree, variant="in_place", **options)
 
@@ -63,7 +63,7 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM, variant: str, layers_per_s
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["basic", "host_memory"])
 def test_weights_are_the_same_afterwards(idle: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
-    """In other buffers, of which there are as many; and while they are replaced, hardly more."""
+    """Old buffers are freed while the weights are replaced, and no memory is lost afterwards."""
 
     def shards() -> dict[Any, np.ndarray]:
         store = idle._engine.cluster.weights
@@ -111,7 +111,7 @@ def test_without_release(idle: LLM):
 
 @pytest.mark.slow
 def test_copying_takes_memory_and_moving_in_place_does_not(idle: LLM):
-    """What `basic` needs for one layer is more than its cache; the staging buffer in place is a small part of that."""
+    """`basic` takes more than the KV cache of one layer. In place takes at most the staging buffer."""
     prompts, params = requests(8)
     plan = idle._engine.cluster.memory_plan
     extra = {}

@@ -1,4 +1,4 @@
-"""Logits in the middle of random chains of changes are those of `transformers`, whatever the layout of each layer."""
+"""Logits in the middle of random chains of changes equal the logits of `transformers`, in every layout."""
 
 import importlib.util
 import queue
@@ -57,8 +57,10 @@ def undisturbed(llm: LLM) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def expected(name: str, directory: Path) -> list[tuple[list[int], np.ndarray]]:
-    """Tokens of each prompt with its greedy continuation, and logits before each but the first, NaN where not known:
-    recorded ones of the last 16, and those of all where torch is there."""
+    """Return for each prompt its tokens with the greedy continuation, and the logits before each token but the first.
+
+    Without torch, only the recorded logits of the last 16 tokens are known. The others are NaN.
+    """
     golden, found = np.load(GOLDEN / f"{name}.npz"), []
     for index in range(sum(name.startswith("tokens_") for name in golden)):
         tokens, recorded = golden[f"tokens_{index}"].tolist(), golden[f"logits_{index}"]
@@ -76,7 +78,7 @@ def expected(name: str, directory: Path) -> list[tuple[list[int], np.ndarray]]:
 
 
 class Chain:
-    """Changes the layout between two steps, at random, until all requests have ended."""
+    """Random changes of the layout between two steps, until all requests have ended."""
 
     def __init__(self, llm: LLM, seed: int):
         self._llm, self._random = llm, random.Random(seed)
@@ -97,7 +99,7 @@ class Chain:
             if sequences and self._random.random() < 0.6:
                 engine.submit([sequences.pop()])
             if not sequences and not engine.has_requests:
-                engine.end_transformations()  # which may wait for weights that come back
+                engine.end_transformations()  # wait for weights that are being restored
                 return
             if not engine.changes.busy:
                 self._change(engine)
@@ -111,7 +113,7 @@ class Chain:
         release = running != "pause" and self._random.random() < 0.5
         paused = {member.tp for instance in engine.instances for member in instance.paused}
         if paused and (engine.num_paused or running == "pause"):
-            running, (degree,) = "migrate", paused  # they go on, from the middle of what others run
+            running, (degree,) = "migrate", paused  # resume the paused requests while others run
         try:
             engine.transform(TransformOptions(degree, ALL, layers_per_step=1, release_weights=release, running=running))
             self.changes.append(f"{running} to TP{degree}, {release=}")
@@ -125,7 +127,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
-    """Log-probabilities before each token but the first."""
+    """Return the log-probabilities before each token but the first."""
     every = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
     return [{token: it.logprob for token, it in entries.items()} for entries in every if entries is not None]
 

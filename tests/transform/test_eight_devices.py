@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.mark.slow
 def test_tokens_at_tp8_are_those_of_tp1(tmp_path: Path, compile_cache: str):
-    """The model has fewer KV heads than eight: they are replicated or padded."""
+    """The model has one KV head, so each rank has a copy."""
     prompts, params = requests(2, max_tokens=8)
     sizes = {**SHARED, "num_devices": 8, "max_tensor_parallel_size": 8, "max_num_seqs": 2, "device_memory": "8MiB"}
     with make(tiny_model("qwen3", tmp_path), compile_cache, **sizes) as llm:

@@ -1,4 +1,4 @@
-"""Models with experts change their degree and placement in mid-answer, and no token changes."""
+"""Models with experts change their degree and placement while requests run, and no token changes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +43,9 @@ def test_chain_of_degrees(llm: LLM):
 
 @pytest.mark.slow
 def test_chain_with_replicated_layers_and_a_pause(name: str, tmp_path: Path, compile_cache: str):
-    """An instance cannot merge while it has replicas, so they come before and after the chain of degrees.
+    """An instance with replicas cannot merge, so layers replicate only before and after the chain of degrees.
 
-    In the first round, programs are compiled and requests may end before the last change.
+    The first round compiles programs, so its requests may end before the last change.
     """
     replicas: dict[str, Any] = {"layers": range(1, 2), "device": 1}
     pause: dict[str, Any] = {"release_weights": False, "running": "pause"}
@@ -120,7 +120,7 @@ def test_layers_with_experts_are_replicated_and_migrated(name: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_attention_of_each_microbatch_beside_experts_of_the_group(name: str, tmp_path: Path, compile_cache: str):
-    """Data-parallel attention and expert-parallel FFNs are a placement."""
+    """The placement combines data-parallel attention with expert-parallel FFNs."""
     golden = np.load(GOLDEN / f"{name}.npz")
     homes = [[device] for device in range(2)]
     placement = {

@@ -1,4 +1,4 @@
-"""Instances without requests and cached pages: all layers switch at once, and no page moves."""
+"""Changes of idle instances: all layers switch at once, and no page moves without cached prefixes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_ste
 
 @contextmanager
 def failing(owner: Any, name: str, number: int) -> Iterator[None]:
-    """Have the call of a function with that number, from 1, fail."""
+    """Make one call of a function fail. The number of the call counts from 1."""
     call, count = getattr(owner, name), 0
 
     def replaced(*arguments: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ def failing(owner: Any, name: str, number: int) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(4, 1), pytest.param((4, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_nothing_moves_and_answers_are_the_same(idle: LLM, degrees: tuple[int, ...]):
-    """At these degrees in turn, with every byte where it was."""
+    """The degrees follow each other, and no ledger changes."""
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
     before = ledger_entries(idle)
@@ -63,7 +63,7 @@ def test_cached_prefixes_move(idle: LLM):
 
 
 def check_weight_views(llm: LLM) -> None:
-    """What each instance computes with are the buffers that the weights have now."""
+    """Check that each instance computes with the current buffers of the weights."""
     cluster = llm._engine.cluster
     store, plan = cluster.weights, cluster.plan
     for instance in cluster.instances:
@@ -93,14 +93,14 @@ def test_weights_are_released_and_come_back(idle: LLM):
     idle.transform(1)
     assert ledger_entries(idle) == before
     check_weight_views(idle)
-    check_weight_views(idle)  # those that are kept
+    check_weight_views(idle)  # kept views
     assert tokens(idle.generate(prompts, params)) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_release_that_fails_leaves_an_instance_of_the_degree(idle: LLM, number: int):
-    """With the weights of all layers released, also of those that had not released theirs."""
+    """Even after a failed release, the weights of all layers are released."""
     prompts, params = requests(8)
     expected = tokens(idle.generate(prompts, params))
     forget_prefixes(idle)
@@ -130,7 +130,7 @@ def test_a_merge_that_fails_before_the_first_switch_leaves_all_as_it_was(idle: L
 
 
 def test_an_instance_of_the_degree_keeps_the_weights_that_it_has(idle: LLM):
-    """Whatever `release_weights` says: a split and a merge change that."""
+    """`release_weights` has no effect if the degree stays the same."""
     forget_prefixes(idle)
     for release in (False, True):
         idle.transform(4, release_weights=release)

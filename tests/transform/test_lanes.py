@@ -1,4 +1,4 @@
-"""Who gets which cached prefixes when a group splits."""
+"""Assignment of cached prefixes to instances when a group splits."""
 
 import numpy as np
 from hypothesis import given
@@ -20,7 +20,7 @@ HOME = Home(0, 4)
 
 
 def greedy(pages: SequencePages) -> Sequence:
-    """A sequence with pages; nothing else of it counts here."""
+    """Return a greedy sequence with these pages."""
     params = SamplingParams(temperature=0)
     sequence = Sequence("request", (1,), params, sampling_row(params, 0, 100, ()), lambda _: None)
     sequence.pages = pages
@@ -28,7 +28,10 @@ def greedy(pages: SequencePages) -> Sequence:
 
 
 def lane_with(prefixes: list[list[int]], running: list[int], pages: int = 40) -> Lane:
-    """A TP4 lane that has cached prompts, the first to be evicted first, and sequences that have the pages of some."""
+    """Return a TP4 lane with cached prompts and running sequences.
+
+    Prompts are evicted in the order of `prefixes`. Each index in `running` adds a sequence with that prompt's pages.
+    """
     allocators = []
     for _ in range(4):
         allocators.append(BuddyAllocator(4))
@@ -50,7 +53,7 @@ def lane_with(prefixes: list[list[int]], running: list[int], pages: int = 40) ->
 
 
 def tokens_of(prefix: int, pages: int, shared: int = 0) -> list[int]:
-    """Tokens of a prompt; its first `shared` pages are those of all others."""
+    """Return the tokens of a prompt. All prompts have the same first `shared` pages."""
     return [1] * 4 * shared + [prefix + 2] * 4 * (pages - shared)
 
 
@@ -105,7 +108,7 @@ def test_any_deal_keeps_whole_beginnings_within_the_room_and_every_reference(
 def test_lanes_of_one_home_share_what_both_have_cached():
     lane = lane_with([tokens_of(0, 3)], running=[])
     pages = lane.cache.pages()
-    lane.pages.share(lane.cache.table())  # as two lanes have them
+    lane.pages.share(lane.cache.table())  # one reference for each of two lanes
     twin = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)
     twin.cache.adopt(pages)
     merged = Lane(lane.pages, PrefixCache(lane.pages), lane.ranks, 16)

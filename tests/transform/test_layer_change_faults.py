@@ -1,4 +1,4 @@
-"""Changes of placements that fail on the way, that run in random order, and that compile nothing late."""
+"""Changes of placements: failures part-way, random order, and no late compilation."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def replicas(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 
 def back_to_one(llm: LLM) -> None:
-    """All layers on device 0 again, whatever a failure has left."""
+    """Place all layers on device 0 again, after any failure."""
     placement = llm.placement()
     for device in (1, 2, 3):
         for layer in range(NUM_LAYERS):
@@ -100,7 +100,7 @@ def test_a_fault_on_the_way_loses_no_request(
 
 
 def random_change(llm: LLM, random: np.random.Generator) -> None:
-    """A change that may be refused, with a clear error."""
+    """Make a random change, which may be refused with a clear error."""
     first = int(random.integers(NUM_LAYERS))
     layers = range(first, int(random.integers(first + 1, NUM_LAYERS + 1)))
     device, instance = int(random.integers(4)), int(random.integers(2))

@@ -50,20 +50,20 @@ def engine(directory: Path, compile_cache: str, **changes: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def first_only(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """A replica on device 0; the other devices are empty."""
+    """Provide an engine with one instance, on device 0. The other devices are empty."""
     with engine(directory, compile_cache, placement=ONE) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def replicas(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """A replica on each of four devices."""
+    """Provide an engine with an instance on each of four devices."""
     with engine(directory, compile_cache) as llm:
         yield llm
 
 
 def check_bytes() -> None:
-    """Check that the ledgers have the bytes of all live buffers, within 1%."""
+    """Check that the ledgers match the bytes of all live buffers within 1%."""
     live = settled_live_bytes()
     reports = []
     for llm in ENGINES:
@@ -81,7 +81,7 @@ def weight_bytes(llm: LLM, layers: range) -> int:
 
 @pytest.mark.slow
 def test_ten_layers_of_two_devices(first_only: LLM):
-    """The second device gains the weights and the KV cache of the layers alone, and gives all of it back."""
+    """Device 1 gains only weights, KV cache and hidden states of the layers. `evict` frees them."""
     llm, layers = first_only, range(1, 5)
     before = llm.memory()
     assert [before.device_bytes(device) for device in (1, 2, 3)] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Changes with `order="memory_first"`: the FFNs of all layers change before pages move, or after that."""
+"""Changes with `order="memory_first"`: the FFNs of all layers change before or after the pages move."""
 
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ def test_tokens_are_those_of_an_undisturbed_run(idle: LLM, chain: list[int]):
 
 
 def kv_bytes(report: MemoryReport) -> dict[int | None, int]:
-    """Bytes of the KV cache on device 0, by layer."""
+    """Return the bytes of the KV cache on device 0, by layer."""
     return {e.layer: e.num_bytes for e in report.entries if e.device == 0 and e.owner == Owner.KV_CACHE}
 
 
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("order", [pytest.param("layer", marks=pytest.mark.slow), "memory_first"])
 def test_a_merge_gives_room_before_the_first_page_moves(idle: LLM, monkeypatch: pytest.MonkeyPatch, order: Any):
-    """With `memory_first`, all layers have their memory, and each lane has more free pages."""
+    """With `memory_first`, all layers have their new memory, and each lane has more pages."""
     seen: list[tuple[dict[int | None, int], list[int]]] = []
     move = InPlaceMover.move
 
@@ -104,7 +104,7 @@ def test_a_failure_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch, 
                 errors += 1
     once = where in ("_release_ffns", "_restore_ffns") and after == 3
     assert errors == (0 if once else 1)
-    idle.transform(1)  # a split that failed leaves the higher degree
+    idle.transform(1)  # a failed split leaves the higher degree
     assert {view.tensor_parallel_size for view in idle.instances} == {1}
     assert tokens(running.result()) == expected
 

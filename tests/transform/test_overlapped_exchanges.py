@@ -1,6 +1,6 @@
-"""Layers that switch within a step: their pages move in the programs that compute other layers.
+"""Layers that switch inside a step: programs that compute other layers move their pages.
 
-Devices on CPU do not overlap the two; what these tests are about is that the same pages end up in the same places.
+CPU devices do not overlap computation and exchange. The tests check that pages end up in the right places.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_com
     scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda count: f"{count}-devices"
 )
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """All of its devices can be one instance. Three segments, of one layer each, or of two, two and one."""
+    """Provide an engine whose devices can form one instance, with segments of 1, 1 and 1 or 2, 2 and 1 layers."""
     depth, most = (3, 1) if request.param == 2 else (5, 2)
     config = {**tiny_config("llama2"), "num_hidden_layers": depth}
     directory = write_model(config, tmp_path_factory.mktemp("models") / "deep")
@@ -45,7 +45,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as TP1 instances without requests, and found so afterwards, with no page or byte lost."""
+    """Provide the engine as TP1 instances without requests. Check afterwards that no page or byte is lost."""
     before = ledger_entries(llm)
     yield llm
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
@@ -61,7 +61,7 @@ def top(llm: LLM) -> int:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """First layer of each segment whose switch a step has launched, or was to, and in how many programs of it."""
+    """Record each switch that begins: first layer of its segment, and number of step programs that include it."""
     found: list[tuple[int, int]] = []
     begin = SwitchInStep.begin
 
@@ -88,7 +88,7 @@ def test_tokens_and_pages_are_those_of_an_undisturbed_run(
     depth = idle.dims.config.num_layers
     assert [len(group.layers) for report in (merge, split) for group in report.groups] == [depth, depth]
     if layers_per_step == 1:
-        # When merging, nothing is at the higher degree before the first switch; when splitting, nothing at the last.
+        # No other layer is at the higher degree in the first switch of a merge and in the last switch of a split.
         first, second, third = (segment.layers.start for segment in engine_of(idle).cluster.plan.segments)
         assert [start for start, _ in begun] == [second, first, third, second]
         assert all(parts for _, parts in begun)
@@ -96,7 +96,7 @@ def test_tokens_and_pages_are_those_of_an_undisturbed_run(
 
 @pytest.mark.parametrize(("distance", "num_layers"), [(None, 2), (1, 1), (1, 2), (3, 2)])
 def test_a_program_does_what_two_do(idle: LLM, distance: int | None, num_layers: int):
-    """The same bytes as from a step and an exchange, one after the other."""
+    """The bytes are the same as after a step and a separate exchange."""
     if distance is not None and distance >= top(idle):
         pytest.skip("no two of these ranks are that far apart")
     idle.transform(top(idle))
@@ -150,7 +150,7 @@ def _compare(engine: Engine, distance: int | None, num_layers: int) -> None:
 
 @pytest.mark.slow
 def test_prompts_that_come_meanwhile(idle: LLM, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
-    """A step with a prompt is of one lane: layers switch before it."""
+    """A step with a prompt covers one lane, so layers switch before it."""
     running, expected = decoding(idle, 4, requests(4, max_tokens=90))
     late: list[Background] = []
     run = Runner.run
@@ -172,7 +172,7 @@ def test_prompts_that_come_meanwhile(idle: LLM, begun: list[tuple[int, int]], mo
 def test_a_step_that_cannot_be_launched(
     idle: LLM, begun: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, up: bool
 ):
-    """One request is refused, and the layers switch without that step."""
+    """One request is refused. The layers switch without the step."""
     prompts, params = requests(6, max_tokens=60)
     expected = tokens(idle.generate(prompts, params))
     if not up:
@@ -214,7 +214,7 @@ def test_a_step_that_cannot_be_launched(
     ],
 )
 def test_failures(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, where: str):
-    """The group ends at the higher degree, and computes its requests again."""
+    """The group ends at the higher degree and recomputes its requests."""
     running, expected = decoding(idle, 6, requests(6, max_tokens=60), tp=1 if up else top(idle))
     failures = [RuntimeError("injected")]
 
@@ -255,7 +255,7 @@ def test_without_programs_layers_switch_alone(idle: LLM, begun: list[tuple[int, 
 
 @pytest.mark.slow
 def test_warm_ups_have_the_programs(tmp_path: Path, compile_cache: str, begun: list[tuple[int, int]]):
-    """They run each once, and nothing is compiled afterwards."""
+    """The warm-up runs each program once. Nothing is compiled afterwards."""
     directory = write_model({**tiny_config("llama2"), "num_hidden_layers": 3}, tmp_path / "model")
     settings = {"num_devices": 2, "max_num_seqs": 2, "segment_layers": 2, "strict_compile": True}
     with make(directory, compile_cache, **settings, overlap_exchange=True, kv_cache_tokens=256) as llm:

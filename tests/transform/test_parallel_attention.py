@@ -1,4 +1,4 @@
-"""Data-parallel attention beside expert-parallel FFNs: from the start, through every change, and after failures."""
+"""Data-parallel attention beside expert-parallel FFNs: at the start, through all changes, and after failures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ def model_name() -> str:
 
 
 def apart(num_layers: int = 2, devices: int = 4, degree: int = 1) -> dict[str, Any]:
-    """Attention on parts of the devices, and FFNs on all of them."""
+    """Return a placement with attention on parts of the devices and FFNs on all devices."""
     whole = list(range(devices))
     parts = [whole[start : start + degree] for start in range(0, devices, degree)]
     attention = {"layers": [0, num_layers], "module": "attention", "homes": parts}
@@ -56,7 +56,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[tuple[int, ...]]]:
-    """Tokens of `ASKED` at 4 x TP1."""
+    """Return the tokens of `ASKED` at 4 x TP1."""
     llm.transform(1)
     found = tokens(llm.generate(*ASKED))
     llm.transform(4, attention_degree=1)
@@ -143,7 +143,7 @@ def test_what_makes_no_sense_is_refused(idle: LLM, call: Any, error: type[Except
 
 
 def test_a_failure_loses_no_request(idle: LLM, expected: list[list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch):
-    """After the first switch, the group ends with attention of its own degree."""
+    """A failed move leaves the group with attention of its own degree."""
 
     def failing(*_: Any) -> Any:
         raise RuntimeError("injected")

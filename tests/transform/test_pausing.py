@@ -1,4 +1,4 @@
-"""Requests that pause while an instance over all devices serves others, and go on where they were."""
+"""Requests that pause while an instance over all devices serves others, and resume from their old state."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
+    """Provide the engine as 4 x TP1 without requests. Check afterwards that no page is lost."""
     yield llm
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
@@ -62,14 +62,14 @@ def idle(llm: LLM) -> Iterator[LLM]:
     "pause_after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 20))], ids=lambda count: f"{count} tokens"
 )
 def test_paused_requests_go_on_where_they_were(idle: LLM, pause_after: int):
-    """Requests of every kind, also in the middle of their prompts, while another request runs on all devices."""
+    """Requests of every kind pause while another request runs on all devices. Some pause in the middle of a prompt."""
     expected, urgent_expected = expected_of(idle, KINDS), expected_of(idle, [URGENT])
 
     def drive() -> None:
         engine = engine_of(idle)
         requests = submit(idle, KINDS)
         steps(idle, lambda: any(len(s.output) >= pause_after for r in requests for s in r.sequences))
-        engine.advance()  # with steps in flight
+        engine.advance()  # leave steps in flight
         members = engine.instances
         report = transform(idle, options(4, "pause"))
         engine.drain()
@@ -101,7 +101,7 @@ def test_paused_requests_go_on_where_they_were(idle: LLM, pause_after: int):
 
 
 def test_requests_of_the_group_go_on_beside_those_that_paused(idle: LLM):
-    """The group splits while it has requests: they move, and those that paused stay where they are."""
+    """The group splits while it has requests. Their pages move, and pages of paused requests stay in place."""
     asked = [*KINDS, URGENT, (prompt(30, 8), greedy(40))]
     expected = expected_of(idle, asked)
 
@@ -129,7 +129,7 @@ def test_requests_of_the_group_go_on_beside_those_that_paused(idle: LLM):
 
 
 def test_what_ends_a_paused_request_frees_its_pages_at_once(idle: LLM):
-    """Cancelled, and with no trace: the others go on."""
+    """Three requests are aborted, and the others go on."""
     expected = expected_of(idle, KINDS)
 
     def drive() -> None:
@@ -175,7 +175,7 @@ def test_what_would_lose_paused_requests_is_refused(idle: LLM):
 
 
 def test_instances_of_two_degrees_do_not_pause_together(idle: LLM):
-    """The smaller ones would pause in an instance that pauses itself."""
+    """The TP1 instances would pause in an instance that pauses too."""
     idle.transform(2, devices=[0, 1])
     with pytest.raises(RequestError, match=r"devices \[0, 1, 2, 3\] have instances of degrees \[1, 2\]"):
         idle.transform(4, release_weights=False, running="pause")
@@ -183,7 +183,7 @@ def test_instances_of_two_degrees_do_not_pause_together(idle: LLM):
 
 
 def test_requests_that_are_waited_for_end_first(idle: LLM):
-    """No other starts on these devices meanwhile; it runs on those that were merged."""
+    """A request that arrives meanwhile does not start on these devices. It runs on the merged instance."""
     asked = [*KINDS[:3], URGENT]
     expected = expected_of(idle, asked)
 
@@ -205,7 +205,7 @@ def test_requests_that_are_waited_for_end_first(idle: LLM):
 
 
 def test_paused_requests_survive_a_step_that_fails(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """The cache is lost with it: they are computed again."""
+    """The failed step loses the KV cache, so all requests are computed again."""
     expected = expected_of(idle, [*KINDS, URGENT])
 
     def drive() -> None:
@@ -234,7 +234,7 @@ def test_paused_requests_survive_a_step_that_fails(idle: LLM, monkeypatch: pytes
 
 
 def test_instances_whose_paused_requests_have_ended_keep_their_prefixes(idle: LLM):
-    """They are the same ones afterwards, with nothing moved."""
+    """The instances are the same objects afterwards, and no page moves."""
     asked = [(prompt(40, 90 + i), greedy(20)) for i in range(4)]
 
     def drive() -> None:
@@ -289,7 +289,7 @@ def test_closing_ends_paused_requests(directory: Path, compile_cache: str):
 
 
 def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """While the group's requests change hands beside the paused ones: all are computed again."""
+    """The group's requests are moving to the instances with paused requests. All requests are computed again."""
     asked = [*KINDS, URGENT, (prompt(30, 8), greedy(40, repetition_penalty=1.2))]
     expected = expected_of(idle, asked)
 
@@ -308,7 +308,7 @@ def test_a_split_that_fails_in_the_end_loses_no_request(idle: LLM, monkeypatch: 
             patch.setattr(StepSampler, "remember", fail)
             while engine.changes.busy:
                 for instance in engine.instances:
-                    engine.steps.launch(instance)  # no new requests: they would fail by themselves
+                    engine.steps.launch(instance)  # admit no requests: each would fail too
                 engine.drain()
                 engine.changes.wait()
         assert "injected" in str(future.exception())

@@ -1,4 +1,4 @@
-"""Whose pages requests take that lack some while others are paused."""
+"""Requests that lack pages while others are paused: the order in which they take pages."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """64 tokens on each device."""
+    """Provide an engine with 64 tokens of KV cache on each device."""
     settings = {"kv_cache_tokens": 64, "device_memory": "8MiB", "max_num_seqs": 4}
     with make(directory, compile_cache, **settings) as llm:
         yield llm
@@ -41,11 +41,11 @@ def small(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.mark.slow
 def test_requests_that_lack_pages_take_those_that_are_served_last(small: LLM):
-    """Cached prefixes first, then of each device the paused request with the lowest priority. It is computed again."""
+    """Cached prefixes are evicted first. Then each device preempts the paused request with the lowest priority."""
     asked = [(prompt(24, 20 + i), greedy(6, priority=1 + i // 4)) for i in range(8)]
     long = prompt(112, 30), greedy(8, priority=2)
     expected, long_expected = expected_of(small, asked), expected_of_group(small, [long])
-    small.generate([prompt(20, 60 + i) for i in range(4)], greedy(2))  # leaves cached prefixes
+    small.generate([prompt(20, 60 + i) for i in range(4)], greedy(2))  # leave cached prefixes
 
     def drive() -> None:
         engine = engine_of(small)
@@ -67,7 +67,7 @@ def test_requests_that_lack_pages_take_those_that_are_served_last(small: LLM):
 
 
 def test_paused_requests_of_higher_priority_keep_their_pages(small: LLM):
-    """Another waits for them, however long."""
+    """A request of lower priority waits."""
     asked = [(prompt(36, 40 + i), greedy(8, priority=-1)) for i in range(4)]
     expected = expected_of(small, asked)
 
@@ -94,7 +94,7 @@ def test_paused_requests_of_higher_priority_keep_their_pages(small: LLM):
 
 @pytest.mark.slow
 def test_requests_of_the_group_that_grow_take_pages_of_paused_ones(small: LLM):
-    """One that began while there was room."""
+    """The request starts while enough pages are free, and preempts paused requests as it grows."""
     asked = [(prompt(36, 70 + i), greedy(8, priority=1)) for i in range(4)]
     growing = prompt(60, 80), greedy(60, priority=1)
     expected, growing_expected = expected_of(small, asked), expected_of_group(small, [growing])
@@ -120,7 +120,7 @@ def test_requests_of_the_group_that_grow_take_pages_of_paused_ones(small: LLM):
 
 
 def test_cached_prefixes_of_paused_instances_make_room_for_requests_that_move_beside_them(small: LLM):
-    """The group's requests move to the instances while they run, where these are full of prefixes."""
+    """The group's requests move while they run, although the instances are full of cached prefixes."""
     small.generate([prompt(56, 90 + i) for i in range(4)], greedy(2))
     asked = [(prompt(6, 100 + i), greedy(8, priority=1)) for i in range(4)]
     urgent = prompt(38, 110), greedy(6)

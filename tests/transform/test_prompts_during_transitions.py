@@ -22,7 +22,7 @@ CHUNK = SETTINGS["max_num_batched_tokens"]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """4 x TP1 of six layers."""
+    """Provide 4 x TP1 of a model with six layers."""
     config = tiny_config("llama2") | {"num_hidden_layers": NUM_LAYERS}
     directory = write_model(config, tmp_path_factory.mktemp("models") / "six")
     with make(directory, compile_cache, **SHARED | {"device_memory": "16MiB"}) as llm:
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[list[int], SamplingParams]] = {
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, at: int):
-    """Every kind, at the start, in the middle and at the end: tokens are those of an undisturbed run."""
+    """Requests of every kind start early, halfway or late in a change. Their tokens equal an undisturbed run."""
     asked = list(KINDS.values())
     expected = [idle.generate(p, params)[0] for p, params in asked]
     forget_prefixes(idle)
@@ -81,7 +81,7 @@ def test_new_requests_start_while_layers_change(idle: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_prompt_does_not_wait_for_the_last_layer(idle: LLM, up: bool):
-    """It comes when the first layer has changed, and has its first token before the last has."""
+    """The prompt arrives after the change has begun. It has its first token before the last layer has switched."""
     if not up:
         idle.transform(4)
     busy = idle._registry.make(prompt(5, 20), greedy(60), lambda _: None, None, None)
@@ -112,7 +112,7 @@ def test_prompt_does_not_wait_for_the_last_layer(idle: LLM, up: bool):
 
 
 def test_prompts_that_are_half_computed_go_on(idle: LLM):
-    """Chunk by chunk, some before the merge, some while layers change."""
+    """Some chunks are computed before the merge, and some while layers change."""
     params = greedy(6)
     prompts = [prompt(5 * CHUNK + 3, 30 + i) for i in range(4)]
     expected = tokens(idle.generate(prompts, params))
@@ -143,7 +143,7 @@ def test_prompts_that_are_half_computed_go_on(idle: LLM):
 @pytest.mark.slow
 @pytest.mark.parametrize("running", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_cached_prefixes_survive_merges_and_splits(idle: LLM, running: int):
-    """All of them, where there is room, with the right keys and values."""
+    """At least 90% of the cached tokens are found again, with the right keys and values."""
     shared = [prompt(6 * PAGE, 40 + i) for i in range(5)]
     asked = [[*prefix, 9, 8, 7] for prefix in shared]
     expected = tokens(idle.generate(asked, greedy(6)))
@@ -163,7 +163,7 @@ def test_cached_prefixes_survive_merges_and_splits(idle: LLM, running: int):
 
 @pytest.mark.slow
 def test_prefixes_without_room_are_dropped_from_their_ends(idle: LLM):
-    """A TP4 instance has cached more than a TP1 instance holds: what is kept can be found, from the beginning."""
+    """A TP4 instance has cached more than a TP1 instance holds. The beginnings of the prefixes are kept."""
     idle.transform(4)
     pages = idle.instances[0].kv_total_pages
     prompts = [prompt(100, 60 + i) for i in range(pages // 25 + 2)]

@@ -1,6 +1,6 @@
-"""Sixteen instances merge into two TP8 instances and split again, also one half of them alone.
+"""Sixteen instances merge into two TP8 instances and split again. Each half also merges alone.
 
-The tests run in a process of its own, because the devices of the test session are fewer.
+The tests run in a separate process, because the test session has fewer devices.
 """
 
 import os
@@ -27,7 +27,7 @@ def degrees(llm: LLM) -> list[int]:
 
 
 def merge_and_split_halves() -> None:
-    """Serve on sixteen devices, as the main function of a process. Arguments: the model and the compile cache."""
+    """Serve on sixteen devices, in a separate process. Its arguments are the model and the compile cache."""
     asked = requests(16, max_tokens=40)
     sizes = {**SHARED, "max_tensor_parallel_size": DEGREE, "max_num_seqs": 2, "device_memory": "8MiB"}
     with (
@@ -57,7 +57,7 @@ def merge_and_split_halves() -> None:
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_merges_of_both_halves_or_of_one(tmp_path: Path, compile_cache: str):
-    """The model has fewer KV heads than eight: they are replicated or padded."""
+    """The model has one KV head, so each rank has a copy."""
     tests = Path(__file__).parents[1]
     paths = [str(tests / "transform"), str(tests), *filter(None, sys.path)]
     environment = os.environ | {"NPROC": "32", "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,4 +1,4 @@
-"""Changes wait for the steps that their instances have launched, and hold up no other instance meanwhile."""
+"""Changes wait for the steps in flight of their own instances, while other instances go on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 @pytest.fixture
 def idle(llm: LLM) -> Iterator[LLM]:
-    """The engine as 4 x TP1 without requests, and found so afterwards, with no page lost."""
+    """Provide the engine as 4 x TP1 without requests. Check afterwards that no page is lost."""
     yield llm
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
         llm.transform(1)
@@ -41,21 +41,21 @@ def idle(llm: LLM) -> Iterator[LLM]:
 
 
 def decoding(llm: LLM) -> list[Request]:
-    """The requests of `ASKED`, each with a token or more."""
+    """Start the requests of `ASKED`. Return them when every sequence has a token."""
     requests = submit(llm, ASKED)
     steps(llm, lambda: all(s.output for r in requests for s in r.sequences))
     return requests
 
 
 def drain(engine: Engine, instance: Instance) -> None:
-    """Take the results of all steps of an instance that are in flight."""
+    """Take the results of all steps in flight of an instance."""
     while instance.pending:
         engine.steps.take(instance, instance.pending.popleft())
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, up: bool):
-    """The call returns at once; results are taken in as they come, and the change begins with the last of them."""
+    """The call returns at once. The change begins with the last result of its instances."""
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
@@ -74,7 +74,7 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
         with pytest.raises(RequestError, match="is being transformed"):
             engine.admission.preempt(changing[0].running[0])
         late = submit(idle, [(prompt(9, 50), greedy(4))])
-        for instance in others:  # their results come first
+        for instance in others:  # take their results first
             drain(engine, instance)
         for _ in range(MAX_PENDING_STEPS):
             engine.advance()
@@ -97,7 +97,7 @@ def test_other_instances_go_on_while_steps_in_flight_are_waited_for(idle: LLM, u
 
 
 def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits(idle: LLM):
-    """Else the members of a group would launch steps in turn, and it would wait for as long as requests run."""
+    """If members launched steps in turn, the group would wait as long as requests run."""
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
@@ -122,7 +122,7 @@ def test_instances_with_nothing_in_flight_launch_nothing_while_their_group_waits
 def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing(
     idle: LLM, monkeypatch: pytest.MonkeyPatch
 ):
-    """A scheduler may have requests pause whenever steps were launched."""
+    """A scheduler may pause requests between any two launches."""
     expected = expected_of(idle, ASKED)
 
     def drive() -> None:
@@ -152,7 +152,7 @@ def test_instances_that_are_paused_between_the_launches_of_others_launch_nothing
 
 
 def test_requests_end_while_steps_in_flight_are_waited_for(idle: LLM):
-    """One ends with these steps, another is cancelled: both instances are idle, and all layers switch at once."""
+    """One request ends with these steps, and one is aborted. Both instances are idle, so all layers switch at once."""
 
     def drive() -> None:
         engine = engine_of(idle)

@@ -1,4 +1,4 @@
-"""Instances merge and split while requests run: every token is the one that an undisturbed run gives."""
+"""Instances merge and split while requests run, and every token equals an undisturbed run."""
 
 import threading
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_every_way_gives_the_same_tokens(idle: LLM, layers_per_step: int, varian
     ],
 )
 def test_other_models(name: str, num_devices: int, tmp_path: Path, compile_cache: str):
-    """Heads that do not divide, query and key norms, biases, sliding windows."""
+    """The models have indivisible head counts, query and key norms, biases or sliding windows."""
     with make(tiny_model(name, tmp_path), compile_cache, num_devices=num_devices) as llm:
         running, expected = decoding(llm, 4, requests(8, max_tokens=32))
         for tp in (4, 2, 1) if num_devices == 4 else (2, 1):
@@ -114,7 +114,7 @@ def test_attention_weights_too(directory: Path, compile_cache: str):
 
 @pytest.mark.slow
 def test_two_groups_of_eight_devices(directory: Path, compile_cache: str):
-    """One changes while the other serves, and then both at once."""
+    """One group changes while the other serves. Then both change at once."""
     with make(directory, compile_cache, num_devices=8) as llm:
         running, expected = decoding(llm, 8, requests(24))
         llm.transform(4, devices=[4, 5, 6, 7])
@@ -129,7 +129,7 @@ def test_two_groups_of_eight_devices(directory: Path, compile_cache: str):
 
 
 def test_kv_is_the_same_after_a_round_trip(idle: LLM):
-    """Byte by byte, for tokens that were there before."""
+    """Keys and values of earlier tokens stay equal byte by byte."""
     prompts, _ = requests(6)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     names = [f"kv-{index}" for index in range(len(prompts))]
@@ -151,9 +151,9 @@ def test_kv_is_the_same_after_a_round_trip(idle: LLM):
 
 
 def test_kv_of_tokens_that_come_on_the_way(tmp_path: Path, compile_cache: str):
-    """Pages that sequences get between two switches move with the layers that switch after that.
+    """Pages that sequences get between two switches move with the layers that switch later.
 
-    What the cache holds after a merge, and after a split, is what computing the same tokens as a prompt gives.
+    The cache after a merge and after a split is compared with the same tokens computed as a prompt.
     """
     directory = write_model(tiny_config("llama2") | {"num_hidden_layers": 6}, tmp_path)
     with make(directory, compile_cache, **SHARED | {"device_memory": "16MiB"}) as llm:
@@ -185,7 +185,7 @@ def test_kv_of_tokens_that_come_on_the_way(tmp_path: Path, compile_cache: str):
 
 @pytest.mark.parametrize("running", [pytest.param(1, marks=pytest.mark.slow), 3], ids=lambda count: f"{count}-a-device")
 def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatch: pytest.MonkeyPatch, running: int):
-    """Those of the decodes of each instance, up to the next power of two: not those of steps with prompts."""
+    """Each instance adds its decodes, rounded up to a power of two. Steps with prompts have 8 rows."""
     rows = {1: 1, 3: 4}[running]
     assert idle._engine.instances[0].buckets.mixed_rows == (8,)
     shapes = []
@@ -208,7 +208,7 @@ def test_steps_on_the_way_have_as_few_rows_as_those_before(idle: LLM, monkeypatc
 
 @pytest.mark.slow
 def test_longer_than_one_device_holds(directory: Path, compile_cache: str):
-    """A prompt four times as long as TP1 can hold is served while short requests run, once instances have merged."""
+    """A prompt four times as long as TP1 can hold is served by a merged instance, while short requests run."""
     scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}
     with make(directory, compile_cache, **scarce) as llm:
         at_tp1 = llm.instances[0].kv_total_pages * 4
@@ -232,7 +232,7 @@ def views_of_weights(llm: LLM) -> list[jax.Array]:
     return [view for names in groups for places in names.values() for view in places.values()]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_instances_are_not_cut_in_two(idle: LLM):
 
 
 def test_devices_of_another_call_are_refused(idle: LLM):
-    """Also between its transitions, and before it is said that they cut an instance in two."""
+    """This error also comes between the transitions of the other call, and before the error about cut instances."""
     cluster, other = idle._engine.cluster, TransformOptions(4, (0, 1, 2, 3))
     for devices in ((0, 1), (0, 1, 2, 3)):
         check_options(TransformOptions(2, devices), cluster, [])
@@ -277,7 +277,7 @@ def test_devices_of_another_call_are_refused(idle: LLM):
 
 
 def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str):
-    """A request that has grown beyond one device keeps its instance; it goes on, and the split is possible later."""
+    """A request that may outgrow one device goes on at TP4. The split succeeds after the request has ended."""
     scarce = {"max_model_len": None, "max_num_seqs": 2, "kv_cache_tokens": 15 * SETTINGS["page_size"]}
     with make(directory, compile_cache, **scarce) as llm:
         at_tp1 = llm.instances[0].kv_total_pages * 4
@@ -294,7 +294,7 @@ def test_split_that_does_not_fit_is_refused(directory: Path, compile_cache: str)
 
 @pytest.mark.slow
 def test_one_at_a_time(idle: LLM):
-    """A second request for the same devices is refused, one for others is not."""
+    """A second call for the same devices is refused. A call for other devices is not."""
     prompts, params = requests(8)
     running = Background(idle, prompts, params)
     wait_until_decoding(idle, 4)
@@ -318,11 +318,11 @@ def test_one_at_a_time(idle: LLM):
     running.result()
 
 
-# While it is under way
+# Memory budget
 
 
 def test_budget_that_is_exceeded_refuses(idle: LLM):
-    """Temporaries that the budget has no room for: refused, and the requests go on."""
+    """The budget has no room for temporaries. The change is refused, and the requests go on."""
     running, expected = decoding(idle, 3, requests(6))
     ledger = idle._engine.cluster.ledgers[2]
     ledger.reserve("test", ledger.free_bytes)

@@ -1,4 +1,4 @@
-"""Transformations that fail part-way, or whose requests end meanwhile: no other request notices."""
+"""Transformations that fail part-way, or whose requests end meanwhile. Other requests are not affected."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_ste
 @pytest.mark.slow
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_cancel_and_new_requests_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """A cancelled request frees its pages in both views; a new one waits, and gets the right tokens."""
+    """An aborted request frees its pages in both views. A new request gets the right tokens."""
     prompts, _ = requests(6)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = tokens(idle.generate(prompts, params))
@@ -62,8 +62,9 @@ UP = {True: "merge", False: "split"}
 
 
 def failures_on_the_way() -> list[Any]:
-    """Where, after how many layers, and whether in a merge. By default every place in a merge and in a split once some
-    layers are through, and the one place and moment at which all is as it was.
+    """Return cases: the place of the failure, the number of layers that have switched, and whether instances merge.
+
+    By default, run every place after the first layer, and the failed plan of a merge that changes nothing.
     """
     every = [(where, layers, up) for where in ("plan", "extents", "exchange", "step") for layers in (0, 1) for up in UP]
     often = {("plan", 0, True), *(case for case in every if case[1])}
@@ -76,9 +77,9 @@ def failures_on_the_way() -> list[Any]:
 @pytest.mark.first_by_default
 @pytest.mark.parametrize(("where", "layers_done", "up"), failures_on_the_way())
 def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, layers_done: int, where: str):
-    """Before the first layer: as it was. After it: at the higher degree, and requests are computed again.
+    """A plan that fails before the first layer changes nothing. After other failures the group is at the higher degree.
 
-    An exchange fails when it has taken the extents.
+    An exchange fails after it has taken the extents.
     """
     running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     name = {"plan": "_plan_moves", "extents": "take_extents", "exchange": "hand_over", "step": "run"}[where]
@@ -113,7 +114,7 @@ def test_failure_on_the_way(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool
 @pytest.mark.parametrize("rank", [pytest.param(rank, marks=[pytest.mark.slow] * (rank != 2)) for rank in range(4)])
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool, rank: int):
-    """A program that fails may have taken the extents of one device with it, whichever that is."""
+    """A failed program may have lost the extents of any one device."""
     running, expected = decoding(idle, 6, requests(10, max_tokens=40), tp=1 if up else 4)
     run = Runner.run
     failures = [RuntimeError("injected")]
@@ -141,7 +142,7 @@ def test_extents_that_a_failed_step_lost_are_made_anew(idle: LLM, monkeypatch: p
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """The token never comes: the request is not to wait for it."""
+    """The token is lost, so the request must not wait for it."""
     expected = expected_of(idle, KINDS)
     switch, preempted = Relayout.switch_layers, list[Sequence]()
 
@@ -162,7 +163,7 @@ def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monk
         with monkeypatch.context() as patch:
             patch.setattr(Relayout, "switch_layers", fails)
             for _ in range(2):
-                engine.advance()  # both switches come before the result of the first step is taken in
+                engine.advance()  # switch twice before the first result is taken
         assert preempted
         engine.end_transformations()
         with pytest.raises(TransformError, match="injected"):
@@ -176,7 +177,7 @@ def test_failure_with_the_token_of_a_preempted_request_in_flight(idle: LLM, monk
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """Some have the pages and the slot of the new one by then, and the device's state of others is written over."""
+    """Some sequences already have pages and slots of the new instance. Sampling state of others is overwritten."""
     prompts, _ = requests(10)
     params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True)
     expected = tokens(idle.generate(prompts, params))
@@ -202,7 +203,7 @@ def test_failure_while_sequences_change_their_instance(idle: LLM, monkeypatch: p
 
 @pytest.mark.slow
 def test_failure_of_a_merge_of_instances_that_released_and_one_that_did_not(idle: LLM, monkeypatch: pytest.MonkeyPatch):
-    """What the one has released for the merge by then is cache of its own."""
+    """The first instance has released weights for the merge. Their memory stays part of its KV cache."""
     prompts, params = requests(10, max_tokens=40)
     expected = tokens(idle.generate(prompts, params))
     idle.transform(2, devices=[0, 1], release_weights=False)

@@ -1,4 +1,4 @@
-"""Many random transformations under load: no deadlock, no growth of memory, and every token right."""
+"""Many random transformations under load: no deadlock, no growth of memory, and the right tokens."""
 
 import random as python_random
 import threading
@@ -20,7 +20,7 @@ IN_PLACE = [TransformVariant.IN_PLACE, TransformVariant.IN_PLACE_OVERLAPPED]
 
 
 class Load:
-    """Clients that have the same requests answered again and again, some of them cancelled."""
+    """Clients that repeat the same requests and cancel some."""
 
     def __init__(self, llm: LLM, seed: int):
         self.llm = llm
@@ -72,7 +72,7 @@ class Load:
 
 
 def transform_at_random(llm: LLM, count: int, seed: int) -> Counter[str]:
-    """That many transformations that did something; how many of which kind, and how many were refused."""
+    """Run `count` transformations with an effect. Return the number of each kind, and of refusals."""
     choose, found = python_random.Random(seed), Counter[str]()
     num_devices = llm.config.num_devices
     while sum(n for kind, n in found.items() if kind != "refused") < count:

@@ -1,6 +1,6 @@
-"""Any order of requests, steps, cancels and transformations: pages are accounted for throughout, and tokens are right.
+"""Requests, steps, cancels and transformations in any order: no page is lost, and tokens are right.
 
-The machine drives the engine itself, in the dispatcher's thread, so that an example runs the same way every time.
+The machine drives the engine in the dispatcher thread, so that an example always runs the same way.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ MAX_STEPS = 2000
 
 
 def cases() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of all kinds of lengths, half of which begin alike."""
+    """Return prompts of different lengths. Half of the prompts have a common prefix."""
     random = np.random.default_rng(0)
     shared = random.integers(3, 200, 9).tolist()
     found = []
@@ -58,7 +58,7 @@ CASES = cases()
 
 
 class Machine(RuleBasedStateMachine):
-    """`llm`, with `expected[case]` the tokens that each case gives alone."""
+    """Random operations on `llm`. `expected[case]` has the tokens of a case that runs alone."""
 
     llm: LLM
     expected: list[list[tuple[int, ...]]]
@@ -115,13 +115,13 @@ class Machine(RuleBasedStateMachine):
         running: RunningRequests,
     ) -> None:
         options = TransformOptions(tp, devices, variant, release and running != "pause", layers, running)
-        # These devices may not be whole instances, or busy, or the requests may not fit.
+        # The call is refused if it cuts instances, if devices are busy, or if the requests do not fit.
         with contextlib.suppress(LayoutError, RequestError):
             self.transformations.append(self.engine.transform(options))
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        """Blocks that are live are those of running sequences, with a reference for each, and of cached prefixes."""
+        """Check that the live blocks have one reference for each running sequence and prefix cache."""
         engine = self.engine
         for instance in engine.instances:
             present = [engine.cluster.factory.allocators[device] for device in instance.group.device_indices]
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
             paused = {member.group.home: [member.lane] for member in instance.paused}
             for home, allocators in views.items():
                 lanes = {home: [lane for lane in instance.lanes if home in lane.ranks]}
-                # In the layout to come, what paused sequences have given up since is still theirs.
+                # The new layout still has pages that paused sequences have freed since.
                 at_most = bool(instance.paused) and home != instance.group.home
                 check_live(allocators, home, lanes | within(paused, home), at_most=at_most)
             for each in (instance, *instance.paused):
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         return sum(not s.finished for _, _, sequences in self.requests for s in sequences)
 
     def resume(self) -> None:
-        """Let paused requests go on."""
+        """Resume paused requests."""
         for instance in self.engine.instances:
             if instance.paused_sequences:
                 options = TransformOptions(instance.paused[0].tp, instance.group.device_indices)
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
             if self.engine.num_paused == self.num_unfinished and not self.engine.changes.busy:
                 break
             if self.engine.num_paused and not self.engine.changes.busy and not self.engine.advance():
-                self.resume()  # what waits may wait for paused requests
+                self.resume()  # waiting requests may need the paused requests to end
         else:
             raise AssertionError("the requests never ended")
         for future in self.transformations:
@@ -199,14 +199,14 @@ class Machine(RuleBasedStateMachine):
 
 
 def within(paused: dict[Home, list[Lane]], home: Home) -> dict[Home, list[Lane]]:
-    """The paused lanes with pages on a home's devices."""
+    """Return the paused lanes with pages on a home's devices."""
     return {other: lanes for other, lanes in paused.items() if set(other.devices) & set(home.devices)}
 
 
 def check_live(
     allocators: list[BuddyAllocator], home: Home, lanes_at: dict[Home, list[Lane]], *, at_most: bool = False
 ) -> None:
-    """Live blocks of a home's devices are those of lanes' sequences and caches, with a reference for each."""
+    """Check that live blocks have exactly the references of sequences and caches, or at least these if `at_most`."""
     assert len(allocators) == home.degree
     for device, allocator in zip(home.devices, allocators, strict=True):
         used = Counter[int]()
@@ -232,7 +232,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params=[pytest.param(False, id="no prefix cache", marks=pytest.mark.slow), pytest.param(True, id="prefix cache")],
 )
 def llm(request: pytest.FixtureRequest, directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """Pages for a few of the requests."""
+    """Provide an engine with pages for a few of the requests."""
     settings = {"kv_cache_tokens": 4 * PAGES, "device_memory": "8MiB", "max_num_seqs": 4, "max_model_len": 80}
     with make(directory, compile_cache, prefix_caching=request.param, **settings) as llm:
         yield llm

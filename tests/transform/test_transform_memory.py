@@ -1,4 +1,4 @@
-"""What transformations do to device memory: buffers change their owner, and nothing else."""
+"""Device memory during transformations: only the owners of buffers change."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from amoeba_jax.engine.engine import Engine
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.usefixtures("quick_steps")]
 
-# What a step's inputs and outputs take, some of which come and go.
+# Inputs and outputs of steps come and go.
 SLACK = 64 << 10
 PROMPT, NEW_TOKENS = 120, 128
 
@@ -30,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
-    """Room for two requests a device, and a budget that basic can copy in."""
+    """Provide an engine with room for two requests on each device, and a budget for the copies of `basic`."""
     room = {"kv_cache_tokens": 2 * (PROMPT + NEW_TOKENS), "max_model_len": PROMPT + NEW_TOKENS, "max_num_seqs": 2}
     with make(directory, compile_cache, device_memory="16MiB", prefix_caching=False, **room) as llm, frozen_heap():
         yield llm
@@ -39,7 +39,7 @@ def llm(directory: Path, compile_cache: str) -> Iterator[LLM]:
 
 @pytest.mark.slow
 def test_memory_in_use_does_not_change(llm: LLM):
-    """Before, after, and in the ledger."""
+    """Live bytes and ledgers are the same before and after."""
     expected = tokens(llm.generate(*requests(4)))
 
     def live() -> int:
@@ -62,7 +62,7 @@ def test_memory_in_use_does_not_change(llm: LLM):
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("variant", ["in_place_overlapped", pytest.param("in_place", marks=pytest.mark.slow)])
 def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch, variant: str):
-    """With the cache 90% full: in place, nothing but the programs' temporaries, which are the staging buffer."""
+    """The cache is 90% full. In place, programs allocate only their temporaries, which fit in the staging buffer."""
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 200, PROMPT).tolist() for _ in range(8)]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -85,7 +85,7 @@ def test_what_is_allocated_on_the_way(llm: LLM, monkeypatch: pytest.MonkeyPatch,
 
 
 def run_until_full(engine: Engine) -> float:
-    """All instances, step by step together, until the cache is 90% full. Returns how full it is."""
+    """Step all instances together until the KV cache is 90% full. Return the share in use."""
     while True:
         pages = [instance.page_counts() for instance in engine.instances]
         use = 1 - sum(counts.available for counts in pages) / sum(counts.total for counts in pages)

@@ -1,4 +1,4 @@
-"""Transformations where room is scarce: what is refused, what has to give way, and that it is no one else."""
+"""Transformations with scarce memory: refusals, and preemption only on devices that lack pages."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterato
 
 @pytest.fixture
 def scarce(llm: LLM) -> Iterator[LLM]:
-    """4 x TP1 with little room each, and found so afterwards: the engine lives, and no page is lost."""
+    """Provide 4 x TP1 with little room. Check afterwards that the engine works and that no page is lost."""
     yield llm
     llm.transform(1)
     check_idle(llm)
@@ -60,7 +60,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_request_during_a_split_that_is_too_long_for_what_comes(scarce: LLM, monkeypatch: pytest.MonkeyPatch):
-    """While the instance still has all four devices."""
+    """The request is refused while the instance still has all four devices."""
     too_long, fits = capacity(scarce, 1) - 3, capacity(scarce, 1) - 4
     scarce.transform(4)
     running = Background(scarce, [prompt(5)], greedy(45))
@@ -85,7 +85,7 @@ def test_request_during_a_split_that_is_too_long_for_what_comes(scarce: LLM, mon
 
 @pytest.mark.slow
 def test_waiting_request_that_no_instance_would_hold(scarce: LLM):
-    """The other instances are as large as those to come, and that is too small."""
+    """After the split all instances would be TP1, which is too small."""
     scarce.transform(2, devices=[0, 1])
     running = Background(scarce, [prompt(5, seed) for seed in range(8)], greedy(45))
     wait_until_decoding(scarce, 8)
@@ -99,7 +99,7 @@ def test_waiting_request_that_no_instance_would_hold(scarce: LLM):
 
 @pytest.mark.slow
 def test_waiting_request_and_weights_that_were_not_released(scarce: LLM):
-    """A split releases nothing: what comes is smaller than instances of that degree are otherwise."""
+    """The split releases no weights, so the new instances are smaller than usual."""
     scarce.transform(4, release_weights=False)
     running = Background(scarce, [prompt(5, seed) for seed in range(8)], greedy(45))
     wait_until_decoding(scarce, 8)
@@ -115,7 +115,7 @@ def test_waiting_request_and_weights_that_were_not_released(scarce: LLM):
 
 @pytest.mark.slow
 def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytest.MonkeyPatch):
-    """It came while instances were about to merge, which then failed: it ends with an error, alone."""
+    """The request arrives just before a merge that fails. Only this request ends with an error."""
     running = Background(scarce, [prompt(5)], greedy(45))
     wait_until_decoding(scarce, 1)
     late: list[Request] = []
@@ -139,7 +139,7 @@ def test_request_for_an_instance_that_never_came(scarce: LLM, monkeypatch: pytes
 
 @pytest.mark.parametrize("degree", [1, 4], ids=["without", "merge"])
 def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: pytest.MonkeyPatch, degree: int):
-    """Two requests fill one device. The later of them gives way, and none of those on other devices."""
+    """Two requests fill one device. Only the later request is preempted."""
     size = capacity(scarce, 1)
     lengths = [size // 2, size // 2 - 8, 4, 4, 4, 4]
     homes = [0, 0, 1, 2, 3, 1]
@@ -179,7 +179,7 @@ def test_lack_of_pages_on_one_device_is_nobody_elses(scarce: LLM, monkeypatch: p
 
 @pytest.mark.slow
 def test_siblings_begin_when_the_prompt_ends_on_the_way(scarce: LLM):
-    """The last token of the leader alone is left when instances begin to merge."""
+    """Only the last token of the leader's prompt is left when the merge begins."""
     params = SamplingParams(temperature=1, seed=1, max_tokens=27, ignore_eos=True, n=3)
     length = 2 * SETTINGS["max_num_batched_tokens"] + 1
     request = scarce._registry.make(prompt(length), params, lambda _: None, None, None)

@@ -1,4 +1,4 @@
-"""Devices that count as being transformed. Cluster and transitions are stand-ins."""
+"""Devices that count as being transformed, with stand-ins for cluster and transitions."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +19,7 @@ def transformations(*instances: Any) -> Changes:
 
 
 def begin(made: Changes, degree: int, devices: tuple[int, ...], *changing: tuple[int, ...]) -> Change:
-    """A transformation of some devices, of which some groups are changing."""
+    """Add a transformation of `devices`. The groups in `changing` have begun."""
     one = Change(TransformOptions(degree, devices))
     one.transitions = [cast(Any, SimpleNamespace(devices=group)) for group in changing]
     made._present.append(one)

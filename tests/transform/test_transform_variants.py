@@ -1,4 +1,4 @@
-"""Transformations that are refused before they begin, and prompts that come after they have begun."""
+"""Transformations that are refused before they begin, and prompts that arrive after the beginning."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def device_memory() -> str:
 
 @pytest.mark.parametrize("up", [True, False], ids=["merge", "split"])
 def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.MonkeyPatch, up: bool):
-    """What was set aside for it is free again, and prefixes are kept as before."""
+    """Its reservations are freed, and prefix caching stays enabled."""
     running, expected = decoding(idle, 4, requests(8, max_tokens=40), tp=1 if up else 4)
     ledgers = idle._engine.cluster.ledgers
     before = [dict(ledger.reserved) for ledger in ledgers]
@@ -44,7 +44,7 @@ def test_refused_before_it_began_leaves_nothing(idle: LLM, monkeypatch: pytest.M
 @pytest.mark.parametrize("variant", list(TransformVariant))
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_prompts_that_come_after_the_transition_has_begun(idle: LLM, variant: TransformVariant, busy: bool):
-    """However many pages they bring, also where there was none to move: each variant brings them to their places."""
+    """Each variant also moves the pages of these prompts. If the engine was idle, no other pages exist."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     random = np.random.default_rng(5)
     prompts = [random.integers(3, 200, length).tolist() for length in (4, 90, 80, 70, 60)]

@@ -1,4 +1,4 @@
-"""Shards of one device: as a mapping, and those that are released together taken at once."""
+"""Shards of one device: a mapping that can also give all shards of one release."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""Views that are kept are forgotten with the buffers that they have."""
+"""Kept views are forgotten together with their buffers."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ def groups_of_all_degrees() -> SubMeshPool:
 
 
 def kept(pool: SubMeshPool) -> GroupViews:
-    """Lists of three segments, of all groups."""
+    """Return views that keep the lists of three segments for all groups."""
     views = GroupViews()
     for tp in pool.degrees():
         for group in pool.groups(tp):
@@ -27,7 +27,7 @@ def kept(pool: SubMeshPool) -> GroupViews:
 
 
 def forgotten(views: GroupViews, pool: SubMeshPool) -> dict[tuple[int, int], set[SegmentPlan]]:
-    """Segments whose lists are gone, by the first device and the degree of the group."""
+    """Return the segments without a list, by the first device and the degree of the group."""
     groups = [group for tp in pool.degrees() for group in pool.groups(tp)]
     gone = {(g.start, g.tp): {FIRST, SECOND, HEAD} - views.of_segments(g).keys() for g in groups}
     return {key: plans for key, plans in gone.items() if plans}
@@ -52,7 +52,7 @@ def test_a_parameter_that_is_replaced_is_in_no_list(pool: SubMeshPool):
     views = kept(pool)
     views.forget_parameter(pool.group(2, 1), 2, "up_proj")
     assert forgotten(views, pool) == {(2, 1): {SECOND}, (2, 2): {SECOND}, (0, 4): {SECOND}}
-    views.forget_parameter(pool.group(2, 1), None, "embed_tokens")  # all segments may have it
+    views.forget_parameter(pool.group(2, 1), None, "embed_tokens")  # all segments may have this parameter
     assert forgotten(views, pool) == {key: {FIRST, SECOND, HEAD} for key in [(2, 1), (2, 2), (0, 4)]}
     views.clear()
     assert all(plans == {FIRST, SECOND, HEAD} for plans in forgotten(views, pool).values())

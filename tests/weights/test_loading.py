@@ -1,4 +1,4 @@
-"""Loading: the same shards by any number of threads, no second copy of the model, and nothing left of a failure."""
+"""Loading: equal shards for any number of threads, no second copy of the model, and no leftovers of a failure."""
 
 import gc
 import json
@@ -58,7 +58,7 @@ def saved_model(model: Path, directory: Path, **settings) -> Path:
 
 
 def assert_shards(store: WeightStore, tensors: dict[str, np.ndarray]) -> None:
-    """All shards on all devices are those of the tensors, bit for bit."""
+    """Check that all shards on all devices equal the tensors, bit for bit."""
     for name, spec in store.specs.items():
         for index, expected in enumerate(build_shards(spec, tensors.__getitem__, DTYPES[store.dims.dtype])):
             for device in range(len(store.devices)):
@@ -98,7 +98,7 @@ def test_saved_shards_come_back_in_the_same_and_in_other_layouts(tmp_path: Path,
 
 
 def test_markers_of_earlier_versions_lack_new_fields(tmp_path: Path):
-    """The fields that came with other families and with YaRN and LongRoPE."""
+    """Other families, YaRN and LongRoPE have added fields to the marker."""
     saved = saved_model(tiny_model("smollm2", tmp_path), tmp_path / "saved")
     marker = json.loads((saved / ORBAX_MARKER).read_text())
     config = marker["layout"]["config"]
@@ -123,7 +123,7 @@ def parameters(count: int) -> list[ParamSpec]:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_look_ahead_is_bounded_and_in_order(threads: int):
-    """No more parameters than threads and one are in host memory, and all threads do read at once."""
+    """At most one parameter more than threads is in host memory, and all threads read at once."""
     specs, started, most = parameters(20), [], 0
     together = threading.Barrier(threads, timeout=60)
 
@@ -134,7 +134,7 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
         shards[0][...] = int(spec.name[1:])
 
     dtype = np.dtype(np.float32)
-    slot_bytes = staging_bytes(specs[9], dtype)  # the later half has memory of its own
+    slot_bytes = staging_bytes(specs[9], dtype)  # later parameters have their own memory
     for count, (spec, shards) in enumerate(read_ahead(specs, WeightReader(fill, threads), dtype, slot_bytes)):
         assert spec is specs[count]
         most = max(most, len(started) - count)
@@ -146,7 +146,7 @@ def test_look_ahead_is_bounded_and_in_order(threads: int):
 
 @pytest.mark.parametrize(("limit", "slots"), [(0, 2), (3, 3), (9, 5)])
 def test_staging_memory_is_limited_in_bytes(limit: int, slots: int, monkeypatch: pytest.MonkeyPatch):
-    """`limit` is a number of slots of 1 MB. Four threads would use five."""
+    """`limit` is a number of 1 MB slots. Four threads would use five slots."""
     specs = [ParamSpec(f"p{i}", (Source("t", (512, 512)),), (512, 512), owner=Owner.FFN) for i in range(8)]
     dtype = np.dtype(np.float32)
     slot_bytes = staging_bytes(specs[0], dtype)
@@ -162,7 +162,7 @@ def test_staging_memory_is_limited_in_bytes(limit: int, slots: int, monkeypatch:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_staging_memory_may_be_used_again(dtype: np.dtype):
-    """Devices have copies of their own: shards that were put stay what they were when staging memory changes."""
+    """Devices have their own copies, so shards stay the same when staging memory changes."""
     spec = ParamSpec("p", (Source("t", (96, 64)),), (24, 64), num_shards=4, owner=Owner.FFN)
     memory = np.empty(staging_bytes(spec, dtype), np.uint8)
     shards = staging_shards(spec, dtype, memory)
@@ -287,7 +287,7 @@ print(json.dumps({"peak": peak() - before, "weights": store.num_bytes * devices}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model, and one of 223 MB whose largest parameters are small beside it, as they are in real ones."""
+    """Return a tiny model and a model of 223 MB. As in real models, the largest parameters are a small part."""
     root = tmp_path_factory.mktemp("models")
     shape = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 28, "vocab_size": 8000}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
@@ -319,7 +319,7 @@ def fused_model(directory: Path, form: str) -> Path:
 
 
 def measure(models: dict[str, Path], form: str, devices: int, *, keep: bool = False) -> float:
-    """Peak resident memory of a process, mapped files included, over the weights kept on all devices."""
+    """Return the peak resident memory of a process, with mapped files, divided by the weights kept on all devices."""
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, sys.path)]
     environment = os.environ | {"NPROC": "16", "PYTHONPATH": os.pathsep.join(paths)}
     arguments = [str(models["tiny"]), str(models[form]), str(devices), "keep" if keep else ""]
@@ -346,9 +346,9 @@ def test_peak_host_memory_while_loading(models: dict[str, Path], devices: int):
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "most"), [("qwen3-moe", 1.15), ("gpt-oss-mxfp4", 1.25)])
 def test_peak_host_memory_while_loading_fused_experts(models: dict[str, Path], form: str, most: float, tmp_path: Path):
-    """Of a fused tensor, only the expert that is copied is in host memory beside the buffers of the reading threads.
+    """Of a fused tensor, host memory has only the current expert and the buffers of the reading threads.
 
-    MXFP4 takes 1.20 times the weights here, and 1.10 times with four times as large matrices.
+    MXFP4 takes 1.20 times the weights here, and 1.10 times with matrices four times as large.
     """
     assert 0.9 < measure(models | {form: fused_model(tmp_path / "large", form)}, form, 1) <= most
 
@@ -363,5 +363,5 @@ def test_peak_host_memory_while_loading_saved_shards(models: dict[str, Path], tm
 @on_linux
 @pytest.mark.slow
 def test_a_second_copy_of_the_model_is_seen(models: dict[str, Path]):
-    """The limit above can be exceeded."""
+    """A second copy exceeds the limit above."""
     assert measure(models, "safetensors", 1, keep=True) > 1.8

@@ -1,4 +1,4 @@
-"""Requests with all kinds of settings in one batch, with preemption: each as alone, where nothing is preempted."""
+"""Requests with all kinds of settings in one batch, with preemption: outputs equal each request alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +80,7 @@ def prompts() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path, settings: dict[str, Any], prompts: dict[str, str]) -> Outputs:
-    """Outputs of each request alone, with memory enough."""
+    """Return the outputs of each request alone, with enough memory."""
     with LLM(directory, **settings) as llm:
         outputs = {name: alone(llm, prompts[name], params) for name, params in PARAMS.items()}
         assert llm.stats.preemptions == 0
@@ -89,7 +89,7 @@ def expected(directory: Path, settings: dict[str, Any], prompts: dict[str, str])
 
 @pytest.fixture(scope="module")
 def small(directory: Path, settings: dict[str, Any]) -> Iterator[LLM]:
-    """Pages for one request and a half."""
+    """Provide an engine with pages for one and a half requests."""
     scarce: dict[str, Any] = {**settings, "kv_cache_tokens": 24 * settings["page_size"]}
     with LLM(directory, **scarce) as llm:
         yield llm
@@ -100,7 +100,7 @@ def small(directory: Path, settings: dict[str, Any]) -> Iterator[LLM]:
 def test_one_batch_of_all_gives_what_each_gives_alone(
     small: LLM, prompts: dict[str, str], expected: Outputs, order: int
 ):
-    """The later of those that run together are preempted, so the order decides which."""
+    """Later requests are preempted, so each order preempts different requests."""
     names = list(PARAMS)[::order]
     outputs = small.generate([prompts[name] for name in names], [PARAMS[name] for name in names])
     preempted = [name for name, output in zip(names, outputs, strict=True) if output.metrics.num_preemptions]
@@ -129,7 +129,7 @@ def test_every_setting_changes_its_request(
     prompts: dict[str, str],
     expected: Outputs,
 ):
-    """Else equality would say little about it."""
+    """Otherwise, equal outputs would prove little."""
     unchanged = {"greedy", "seeded", "logprobs", "prompt_logprobs"}
     with LLM(directory, **settings) as llm:
         for name, params in PARAMS.items():

@@ -1,4 +1,4 @@
-"""Requests as a run would have written them down, made up."""
+"""Made-up records of a benchmark run."""
 
 from datetime import datetime
 
@@ -12,7 +12,7 @@ from serving.bench.workload import PlannedRequest, WorkloadConfig
 
 
 def make_records(count: int, seed: int = 0, duration_s: float = 20.0) -> list[Record]:
-    """Short and long requests: most completed, some failed before or after their first token, some interrupted."""
+    """Return short and long requests. Most completed, and the rest failed or were interrupted."""
     random = np.random.default_rng(seed)
     records = []
     for index in range(count):
@@ -33,7 +33,7 @@ def make_records(count: int, seed: int = 0, duration_s: float = 20.0) -> list[Re
 
 
 def make_samples(*moments: tuple[float, str]) -> list[Sample]:
-    """From times and degrees by device order, such as (1.5, "112"): TP1 on device 0, TP1 on 1, TP2 on 2 and 3."""
+    """Return samples from times and degrees in device order: "112" is TP1 on devices 0 and 1, and TP2 on 2 and 3."""
     samples = []
     for time_s, degrees in moments:
         devices, first = [], 0
@@ -45,7 +45,7 @@ def make_samples(*moments: tuple[float, str]) -> list[Sample]:
 
 
 def make_run(count: int, watch: ClusterWatch) -> Run:
-    """20 seconds with that many requests."""
+    """Return a run of 20 seconds with `count` requests."""
     model = ModelInfo("tiny", "1.0", 4096, 256, False, False, (), None)
     workload, records = WorkloadConfig(dataset_name="mix"), make_records(count)
     return Run(datetime(2026, 1, 2), model, workload, LoadConfig(), count, records, 20.0, watch, False)

@@ -20,7 +20,7 @@ from serving.grpc_server.statuses import LimitError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-# What `vllm bench serve --save-result --save-detailed` writes of a model that generates.
+# Fields that `vllm bench serve --save-result --save-detailed` writes for a generative model.
 VLLM_FIELDS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
@@ -38,7 +38,7 @@ def bench(*arguments: str | Path):
 
 
 def refuse(live: Live, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """Let the server refuse the request whose id ends so."""
+    """Make the server refuse requests whose ids have this ending."""
     admission = live.server.request_handler.admission
     admit = admission.admit
 

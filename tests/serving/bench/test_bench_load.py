@@ -1,4 +1,4 @@
-"""Requests sent to a real server, and what is written down about them."""
+"""Requests sent to a real server, and their records."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def planned(*lengths: tuple[int, int], arrival_s: float = 0.0) -> list[PlannedRe
 
 
 def run_load(live: Live, requests: list[PlannedRequest], stop_at: str | None = None, **settings: int) -> Load:
-    """Send them, and stop once the request with this kind has ended."""
+    """Send requests, and stop when a request of the kind `stop_at` has ended."""
 
     async def run() -> Load:
         async with AsyncClient(live.target) as client:
@@ -149,7 +149,7 @@ def test_merges_and_splits_are_seen_while_they_happen(live: Live):
         async def next_samples() -> None:
             while not ticks.empty():
                 ticks.get_nowait()
-            for _ in range(2):  # one may have been in flight
+            for _ in range(2):  # the first sample may have been in flight
                 await asyncio.wait_for(ticks.get(), TIMEOUT_S)
 
         async with AsyncClient(live.target) as client:

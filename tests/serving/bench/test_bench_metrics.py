@@ -1,4 +1,4 @@
-"""Figures of a run, against NumPy over all tokens, and against counting."""
+"""Figures of a run, compared with NumPy over all tokens and with counts."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_latencies_are_those_of_the_tokens(seed: int):
         assert figures[f"median_{name}_ms"] == pytest.approx(np.quantile(ordered, 0.5))
         assert figures[f"std_{name}_ms"] == pytest.approx(math.sqrt(np.mean((ordered - ordered.mean()) ** 2)))
         for share in (50, 90, 99.9):
-            # Between the two nearest values, in proportion.
+            # Linear interpolation between the two nearest values.
             place = share / 100 * (len(ordered) - 1)
             low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
             expected = low + (high - low) * (place - math.floor(place))
@@ -86,7 +86,7 @@ def test_goodput_counts_requests_within_all_limits():
         record(0.5, 0.05, 10),
         record(2.0, 0.05, 10),  # too late
         record(0.5, 0.2, 10),  # too slow
-        record(0.5, 0.2, 1),  # without a second token there is no TPOT
+        record(0.5, 0.2, 1),  # no TPOT without a second token
         record(0.5, 0.05, 10, Outcome.FAILED),
     ]
     good = {
@@ -102,10 +102,10 @@ def test_goodput_counts_requests_within_all_limits():
 
 
 def test_goodput_counts_the_slos_that_requests_were_sent_with():
-    """They win over those of the report, which count for the others."""
+    """SLOs of a request take precedence over SLOs of the report."""
 
     def record(ttft_slo_s: float | None, tpot_slo_s: float | None) -> Record:
-        """0.5 s to the first token and 0.1 s for each further one."""
+        """Return a record with 0.5 s to the first token and 0.1 s for each further token."""
         request = PlannedRequest(0, "random", 0.0, 10, 3, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
         return Record(request, 0.0, 1.0, [1.5, 1.6, 1.7], [1, 1, 1], 1.7, Outcome.COMPLETED)
 
@@ -113,8 +113,8 @@ def test_goodput_counts_the_slos_that_requests_were_sent_with():
     for records, objectives, good in (
         ([plain], [], None),
         ([plain, *own], [], 3),
-        ([plain, *own], ["ttft:450"], 1),  # that of 0.6 s and no TPOT
-        ([plain, *own], ["tpot:95"], 1),  # that of 0.11 s
+        ([plain, *own], ["ttft:450"], 1),  # only the request with a TTFT SLO of 0.6 s and no TPOT SLO
+        ([plain, *own], ["tpot:95"], 1),  # only the request with a TPOT SLO of 0.11 s
     ):
         figure = compute_metrics(records, 10.0, MetricsConfig.from_text("ttft", "99", objectives))["request_goodput"]
         assert figure == (None if good is None else good / 10)

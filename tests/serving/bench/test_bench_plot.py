@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Plot of a run."""
 
 import sys
 from pathlib import Path

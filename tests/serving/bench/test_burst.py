@@ -1,4 +1,4 @@
-"""Load in phases, priorities, and figures of each; transitions beside what is outside them."""
+"""Load in phases with priorities, figures of each phase and priority, and figures during and outside transitions."""
 
 import dataclasses
 from itertools import pairwise
@@ -86,7 +86,7 @@ def record(arrival_s: float, times: list[float], phase: str = "", priority: int 
 
 
 def test_figures_of_a_phase_are_over_its_own_seconds():
-    """Low phases are 0-10 s and 20-25 s of the run, which ends at 25 s; the high one is 10-20 s."""
+    """The run has a low phase until 10 s, a high phase until 20 s, and a low phase until its end at 25 s."""
     records = [record(1, [2.0, 3.0], "low"), record(21, [22.0], "low"), record(12, [13.0] * 30, "high")]
     phases = by_phase(records, 25.0, 10.0, 25.0, CONFIG)
     assert list(phases) == ["low", "high"]
@@ -101,7 +101,7 @@ def test_figures_of_a_phase_are_over_its_own_seconds():
     ("duration_s", "load_s", "seconds"),
     [
         (29.5, 25.0, 15.0),  # requests came for 25 s, and the last ended 4.5 s later
-        (29.5, None, 14.0),  # they had a number, and the last came at 24 s
+        (29.5, None, 14.0),  # a fixed number of requests, the last at 24 s
         (24.5, 60.0, 14.5),  # interrupted
     ],
 )

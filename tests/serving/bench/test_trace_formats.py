@@ -1,4 +1,4 @@
-"""Traces in CSV, JSON lines and statistics; rates that are scaled; bursts."""
+"""Traces in CSV, JSON lines and statistics, and scaled rates."""
 
 import gzip
 import json

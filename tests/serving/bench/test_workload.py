@@ -1,4 +1,4 @@
-"""Which requests a benchmark plans, against what their distributions and files say."""
+"""Planned requests of a benchmark, compared with their distributions and files."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_arrivals_ascend_and_stay_within_number_and_time(
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float):
     duration_s, rate = 10_000.0, 5.0
     arrivals = times(plan(request_rate=rate, burstiness=burstiness, duration_s=duration_s))
-    # Intervals of a gamma distribution: the variance of how many there are is that of a Poisson process by the shape.
+    # With gamma intervals, the variance of the count is the variance of a Poisson process divided by the shape.
     spread = math.sqrt(rate * duration_s / burstiness)
     assert abs(len(arrivals) - rate * duration_s) <= 5 * spread + 1
     intervals = np.diff(arrivals)

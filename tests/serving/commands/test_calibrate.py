@@ -1,4 +1,4 @@
-"""A short run of our own engine, and the simulation of that engine."""
+"""A short run of the engine, and a simulation of the same engine."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`amoeba demo`: its report says what was computed."""
+"""`amoeba demo` and its report."""
 
 import re
 import urllib.request
@@ -26,13 +26,13 @@ def num_devices(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def pages() -> list[str]:
-    """Pages that demos have opened in a browser."""
+    """Return the pages that demos have opened in a browser."""
     return []
 
 
 @pytest.fixture(scope="module")
 def report(num_devices: int, chat_model: Path, compile_cache: str, pages: list[str]) -> str:
-    """The report of one run."""
+    """Return the output of one run."""
 
     def open_page(url: str) -> None:
         with urllib.request.urlopen(url, timeout=60) as response:
@@ -43,7 +43,7 @@ def report(num_devices: int, chat_model: Path, compile_cache: str, pages: list[s
         patch.setenv("AMOEBA_CACHE_DIR", str(Path(compile_cache).parent))
         patch.setenv("COLUMNS", "120")
         patch.setattr(webbrowser, "open", open_page)
-        # Steps of so small a model take less time than threads need to wake up.
+        # A step of this small model is shorter than the wake-up of a thread.
         patch.setattr(demo_run, "MARGIN", 64)
         patch.setattr(demo_run, "AFTER", 64)
         result = CliRunner().invoke(app, arguments)
@@ -52,7 +52,7 @@ def report(num_devices: int, chat_model: Path, compile_cache: str, pages: list[s
 
 
 def test_every_phase_is_reported(num_devices: int, report: str):
-    """The number of requests that still run after a phase depends on the machine: the model is faster than threads."""
+    """The number of running requests after a phase depends on the machine: steps are faster than threads."""
     rows = {
         cells[0]: cells[1:]
         for line in report.splitlines()
@@ -73,7 +73,7 @@ def test_answers_are_those_of_an_undisturbed_run(num_devices: int, report: str):
 
 
 def test_changes_are_told_as_they_happen(num_devices: int, report: str):
-    """Stdout is no terminal here, so there are plain lines in place of a picture."""
+    """Stdout is not a terminal, so the demo prints lines instead of a picture."""
     events = re.findall(r"^ *\d+\.\d s  (.*)$", report, re.MULTILINE)
     expected = (
         "live page: http://127.0.0.1:",
@@ -101,7 +101,7 @@ def test_long_prompt_is_longer_than_a_device(report: str):
 
 
 def test_memory_is_shown_as_it_changes(num_devices: int, report: str):
-    """At the higher degree weights have become cache, and afterwards they are weights again."""
+    """At the higher degree, weights become KV cache. After the split, they are weights again."""
     maps = {}
     name = ""
     for line in report.splitlines():
@@ -111,7 +111,7 @@ def test_memory_is_shown_as_it_changes(num_devices: int, report: str):
     for device in range(num_devices):
         assert maps[f"TP{num_devices}", device][0] < maps["before", device][0]
         assert maps["after", device][0] == maps["before", device][0]
-        if ("half way", device) in maps:  # a merge of so few layers may be over before anybody looks
+        if ("half way", device) in maps:  # a merge of few layers may end before the display updates
             assert maps["half way", device][0] <= maps["before", device][0]
 
 
@@ -151,7 +151,7 @@ def test_check_counts_tokens_up_to_the_first_difference():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_picture_shows_instances_devices_and_requests(width: int, chat_model: Path):
-    """A box for each instance, as wide as its devices."""
+    """Each instance has a box, as wide as its devices."""
     with LLM(str(chat_model), num_devices=2, device_memory="64MiB", progress=False) as llm:
         pictures = []
         for degree in (1, 2):

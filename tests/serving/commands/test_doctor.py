@@ -1,4 +1,4 @@
-"""`amoeba doctor` and what it is made of."""
+"""`amoeba doctor`, its checks, and the XLA flag that disables NCCL splitting."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_nccl_splitting_is_switched_off_unless_the_user_has_set_it(flags: str, s
 
 
 def test_flags_in_a_file_are_read_and_nothing_is_appended_to_its_name(tmp_path: Path):
-    """XLA ends a process whose XLA_FLAGS is no flag and no file."""
+    """XLA ends the process if XLA_FLAGS contains neither flags nor the name of a file."""
     (tmp_path / "with").write_text(f"--xla_dump_to=/tmp/x\n{NCCL_SPLITTING}=false\n")
     (tmp_path / "without").write_text("--xla_dump_to=/tmp/x")
     environ = {"XLA_FLAGS": str(tmp_path / "with")}
@@ -119,7 +119,7 @@ def test_flags_in_a_file_are_read_and_nothing_is_appended_to_its_name(tmp_path: 
 
 @pytest.fixture
 def cuda_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the plug-in of JAX for CUDA, as far as finding it goes, which is on the path of imports."""
+    """Add a fake CUDA plug-in of JAX to the import path, and return its folder."""
     (tmp_path / "jax_cuda12_plugin").mkdir()
     (tmp_path / "jax_cuda12_plugin" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -147,7 +147,7 @@ def test_gpus_may_start_where_the_plugin_is_and_jax_may_use_it(cuda_plugin: Path
 def test_jax_starts_with_the_flag_where_gpus_may_start(
     cuda_plugin: Path, platforms: str, plugin: bool, started: bool, expected: str
 ):
-    """XLA ends a process with a flag that it does not know: this one starts, and so XLA knows the flag."""
+    """XLA ends a process with an unknown flag. This process starts, so XLA knows the flag."""
     script = f"""
 import os, jax
 from amoeba_jax.platform import serving_devices
@@ -166,7 +166,7 @@ print(os.environ["XLA_FLAGS"])
 
 
 def test_xla_knows_the_flag():
-    """In a process of its own, which XLA would end. A JAX without it must not be given it."""
+    """XLA would end a process with an unknown flag. If this test fails, the flag must not be set."""
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{NCCL_SPLITTING}=false"}
     script = "import jax; jax.jit(lambda x: x + 1)(1.0).block_until_ready()"
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
@@ -175,7 +175,7 @@ def test_xla_knows_the_flag():
 
 @pytest.fixture
 def allow_platforms() -> Iterator[Callable[[str], None]]:
-    """Changes JAX_PLATFORMS as JAX has read it, until the end of a test."""
+    """Yield a function that changes JAX's platforms, and restore them after the test."""
     before = jax.config.values["jax_platforms"]
     yield lambda platforms: jax.config.update("jax_platforms", platforms)
     jax.config.update("jax_platforms", before)

@@ -1,4 +1,4 @@
-"""`amoeba gateway`: its command line, and the manifests that repeat it. `test_many_hosts.py` runs it."""
+"""`amoeba gateway`: its command line, and the manifests with the same options. `test_many_hosts.py` runs it."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_bad_settings_are_refused(arguments: list[str], text: str):
 
 
 def pod_of(kind: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Return a pod, its only container, and the options of the container with a value."""
+    """Return a pod, its only container, and the container's options that have a value."""
     manifests = [each for path in sorted(DEPLOY.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
     pod = next(each for each in manifests if each["kind"] == kind)["spec"]["template"]["spec"]
     (container,) = pod["containers"]

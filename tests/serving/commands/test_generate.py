@@ -1,4 +1,4 @@
-"""`amoeba generate`, as a user runs it: in a process of its own where signals and pipes matter."""
+"""`amoeba generate` as a user runs it. Tests of signals and pipes start a separate process."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def run(*arguments: str | Path, stdin: str | None = None):
 
 def spawn(model: Path, *arguments: str, pipe_bytes: int = -1) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "serving.cli", "generate", "-m", str(model), *SMALL, *arguments]
-    # Shells start jobs in the background with SIGINT ignored, which their children inherit.
+    # Shells start background jobs with SIGINT ignored, and child processes inherit this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pipesize=pipe_bytes)
@@ -37,7 +37,7 @@ def spawn(model: Path, *arguments: str, pipe_bytes: int = -1) -> subprocess.Pope
 
 @pytest.fixture(scope="module")
 def expected(chat_model: Path, compile_cache: str) -> dict[str, str]:
-    """Twelve greedy tokens after "hello" through the Python API, plain and through the chat template."""
+    """Return twelve greedy tokens after "hello" from the Python API, with and without the chat template."""
     params = SamplingParams(temperature=0, max_tokens=12)
     with LLM(chat_model, device_memory="64MiB", progress=False, compile_cache=compile_cache) as llm:
         plain = llm.generate("hello", params)[0].outputs[0].text
@@ -87,7 +87,7 @@ def test_real_model_tells_the_recorded_story(shared_data: Path):
 
 
 def test_outputs_that_grow_are_not_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Each holds everything so far: all of them together grow with the square of the answer."""
+    """Each output contains the whole answer so far, so keeping all outputs would take quadratic memory."""
     alive: list[int] = []
 
     class Model:
@@ -163,7 +163,7 @@ def test_damaged_checkpoint_is_exit_code_1(text_model: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_quietly(text_model: Path):
-    # The pipe holds less than the answer, which therefore cannot end before the signal arrives.
+    # The pipe is smaller than the answer, so the command cannot end before the signal arrives.
     with spawn(text_model, "-p", "hello", "--max-tokens", "4000", pipe_bytes=4096) as process:
         assert process.stdout is not None
         process.stdout.read(1)

@@ -1,4 +1,4 @@
-"""Options of `amoeba generate` that limit the text."""
+"""Options of `amoeba generate` that constrain the text."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`amoeba warmup`: what it compiles is what a server needs, and it says what would be in the cache."""
+"""`amoeba warmup`: it compiles the programs that a server needs, and a dry run lists them."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ LLAMA_70B = {
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Return the exit code, stdout and stderr of a command."""
     result = CliRunner().invoke(app, ["warmup", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
@@ -48,8 +48,8 @@ def config_only(directory: Path, config: dict[str, Any]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cache: str, num_devices: int):
-    """The command has a config alone; the engine has weights as well."""
-    # Vocabularies of no other model: none of the programs is in the cache yet.
+    """The command has only the config. The engine also has the weights."""
+    # No other model has these vocabulary sizes, so the cache has none of the programs.
     config = tiny_config("qwen3") | {"num_hidden_layers": 1, "vocab_size": {1: 171, 2: 173}[num_devices]}
     where = ["--compile-cache", compile_cache, "--num-devices", str(num_devices), *SIZES]
     bare = config_only(tmp_path / "bare", config)
@@ -75,7 +75,7 @@ def test_server_finds_all_that_the_command_compiled(tmp_path: Path, compile_cach
 
 @pytest.mark.slow
 def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
-    """Nothing but sizes is made of an 80-layer model."""
+    """The command computes only the sizes of an 80-layer model."""
     model = config_only(tmp_path / "large", LLAMA_70B)
     script = (
         "import re, sys; from serving.cli import app\n"
@@ -101,7 +101,10 @@ def test_dry_run_of_a_large_model_takes_little_memory(tmp_path: Path):
 
 @pytest.mark.slow
 def test_dry_run_of_qwen3_30b_has_the_weights_of_the_paper(shared_data: Path):
-    """AMOEBA's Table 3: 56.87 GB (in GiB) on H20 of 96 GB. KV of a token: 4 heads x 2 x 128 x 2 bytes x 48 layers."""
+    """AMOEBA's Table 3 has 56.87 "GB" (GiB) of weights on an H20 with 96 GB.
+
+    The KV cache of a token has 4 heads x 2 x 128 x 2 bytes x 48 layers.
+    """
     model = str(shared_data / "configs" / "Qwen3-30B-A3B")
     flags = ["--num-devices", "4", "--device-memory", "96GB", "--platform", "cuda", "--dry-run", "--json"]
     code, out, _ = run("-m", model, *flags)
@@ -113,7 +116,7 @@ def test_dry_run_of_qwen3_30b_has_the_weights_of_the_paper(shared_data: Path):
     tokens = {int(tp): count for tp, count in found["capacity_tokens"].items()}
     kv_bytes = found["memory"]["num_pages"] * found["memory"]["page_bytes"] * 48
     assert tokens[1] * token == kv_bytes
-    assert tokens[4] * token == 4 * kv_bytes + released  # three quarters of the experts of 4 devices
+    assert tokens[4] * token == 4 * kv_bytes + released  # each device releases three quarters of the experts
     assert 3.1e6 < tokens[4] < 3.2e6
 
 

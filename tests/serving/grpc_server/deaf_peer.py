@@ -1,4 +1,4 @@
-"""A peer that speaks HTTP/2 by hand, and whose window takes no byte of an answer."""
+"""HTTP/2 peer whose flow-control window admits no byte of an answer."""
 
 import socket
 import struct
@@ -10,7 +10,7 @@ TIMEOUT_S = 60
 
 
 class DeafPeer:
-    """One connection, on which the server may send headers, but no message."""
+    """Connection on which the server may send headers but no message."""
 
     def __init__(self, port: int):
         self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
@@ -19,7 +19,7 @@ class DeafPeer:
         self._stream = -1
 
     def call(self, path: str, message: bytes = b"") -> None:
-        """Start a call, and return when the server has sent its headers: its first message is stuck by then."""
+        """Start a call, and wait for the server's headers. Its first message is then blocked."""
         self._stream += 2
         headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "here", "te": "trailers"}
         headers["content-type"] = "application/grpc"
@@ -36,7 +36,7 @@ class DeafPeer:
         self._socket.sendall(struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload)
 
     def _read(self) -> tuple[int, int]:
-        """Read a frame, and return its kind and stream. The server waits for answers to its settings."""
+        """Return the kind and stream of the next frame. Acknowledge the server's settings."""
         header = self._receive(9)
         kind, flags, stream = struct.unpack("!BBI", header[3:])
         self._receive(int.from_bytes(header[:3], "big"))
@@ -54,6 +54,6 @@ class DeafPeer:
 
 
 def _text(text: str) -> bytes:
-    """A string of HPACK, not compressed."""
+    """Return an uncompressed HPACK string."""
     assert len(text) < 127
     return bytes([len(text)]) + text.encode()

@@ -1,4 +1,4 @@
-"""amoeba.v1.AdminService: what it shows, and transformations while requests run."""
+"""amoeba.v1.AdminService: the state of the cluster, and transformations while requests run."""
 
 import asyncio
 import itertools
@@ -64,7 +64,7 @@ def test_instances_merge_and_split_while_a_request_runs(live: Live):
 
 @pytest.mark.slow
 def test_requests_pause_while_another_runs_on_all_devices(live: Live):
-    """GetCluster and the metrics show how many; transforming back lets them go on, token for token."""
+    """GetCluster and the metrics count paused requests. These continue after the split with the same tokens."""
     params = pb.SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     stream = live.generate(text="hello", params=params)
     tokens = list(next(stream).completions[0].token_ids)
@@ -104,7 +104,7 @@ def test_impossible_degree_is_a_failed_precondition_and_changes_nothing(live: Li
 
 
 def test_transformation_beside_another_is_a_failed_precondition(live: Live):
-    """One waits for the running request to end; the other one, whichever it is, is refused meanwhile."""
+    """One transformation waits for the running request. The other is refused meanwhile."""
     stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
     next(stream)
     ask = pb.TransformRequest(tensor_parallel_size=2, running=pb.RUNNING_REQUESTS_WAIT)
@@ -136,7 +136,7 @@ def test_kind_of_a_transformation_is_that_of_the_instances_concerned(degree: int
 
 
 def test_a_refused_split_of_one_instance_is_counted_as_a_split(live: Live):
-    """Others have the lowest degree already."""
+    """The other instances already have the lowest degree."""
     code_and_text(lambda: live.admin.Transform(pb.TransformRequest(tensor_parallel_size=4), timeout=TIMEOUT_S))
     live.admin.Transform(pb.TransformRequest(tensor_parallel_size=2), timeout=TIMEOUT_S)
     request = pb.TransformRequest(tensor_parallel_size=1, devices=[0])
@@ -162,7 +162,7 @@ def test_policy_needs_a_scheduler(live: Live):
 
 @pytest.fixture(scope="module")
 def small_llm(served_model: Path, compile_cache: str) -> Iterator[LLM]:
-    """Two instances that hold 256 tokens each, and 512 or more together."""
+    """Yield an engine with two instances of 256 tokens. The merged instance holds at least 512 tokens."""
     with LLM(
         served_model,
         num_devices=2,
@@ -183,8 +183,10 @@ def test_a_transformation_that_waits_for_programs_shows_its_progress(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """In GetCluster, and in the output of `amoeba transform --wait`. It is the first transformation of this engine, so
-    that programs are missing."""
+    """GetCluster and `amoeba transform --wait` show the progress.
+
+    Programs are missing because this is the engine's first transformation.
+    """
     live, gate, printed = start(small_llm), CompileGate(small_llm), ""
     monkeypatch.setattr(chat, "_POLL_S", 0.05)
     monkeypatch.setattr(engine_of(small_llm).cluster.executables, "_beside", True)  # tests compile in place otherwise
@@ -242,7 +244,7 @@ def test_policies_are_switched(start: Callable[..., Live], small_llm: LLM):
 
 @pytest.mark.slow
 def test_a_long_request_has_instances_merged_and_split_again(start: Callable[..., Live], small_llm: LLM):
-    """Longer than what an instance holds, beside short ones that go on. With `static` it is refused."""
+    """The long request exceeds one instance, and short requests keep running. `static` refuses it."""
     prompt = "a long prompt. " * 24
     long, short = pb.SamplingParams(temperature=0, max_tokens=40), pb.SamplingParams(temperature=0, max_tokens=200)
     small_llm.transform(2)
@@ -268,7 +270,7 @@ def test_a_long_request_has_instances_merged_and_split_again(start: Callable[...
         f'amoeba:transformations_total{{kind="{kind}",result="done",variant="in_place_overlapped"}} 1.0'
         for kind in ("scale_up", "scale_down")
     ]
-    # Metrics are of the engine's last report, not of this moment.
+    # The metrics show the engine's last report, which may be older.
     wait_until(lambda: set(lines) <= set(generate_latest(live.server.metrics.registry).decode().splitlines()))
     live.check_idle()
 

@@ -1,4 +1,4 @@
-"""What separates clients: ids, cached prefixes and priorities."""
+"""Separation of clients: ids, cached prefixes and priorities."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from serving.runtime.scheduling_config import SchedulingConfig
 pytestmark = pytest.mark.usefixtures("quick_compile")
 Status = grpc.StatusCode
 LONG = pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
-# Connections of one process are shared unless they differ in something.
+# By default, the channels of a process share connections.
 _OWN = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -151,7 +151,7 @@ def test_a_token_file_may_have_several_tokens(tmp_path: Path):
 
 
 def test_drain_is_not_held_up_by_what_waits_for_the_engine(live: Live):
-    """All threads that such calls have are taken: requests are aborted all the same."""
+    """Calls block all worker threads, and the drain still aborts requests."""
     stream = generate(live.inference, text="hello", params=LONG)
     next(stream)
     door, go_on = live.server.request_handler, threading.Event()
@@ -191,7 +191,7 @@ def test_transformations_that_are_waited_for_are_limited(live: Live):
 
 @pytest.mark.parametrize("policy", [None, "amoeba"])
 def test_no_token_takes_all_slots_from_another(start: Callable[..., Live], policy: str | None):
-    """Many requests wait besides those that have the eight slots."""
+    """One client fills all eight slots and has 16 more requests in the queue."""
     scheduling = None if policy is None else SchedulingConfig(policy)
     live = start(api_token=("red", "blue"), scheduling=scheduling, max_requests_per_client=64)
     streams = [generate(live.inference, "red", text=f"{n}", params=LONG) for n in range(24)]

@@ -137,7 +137,7 @@ async def _set(event: asyncio.Event) -> bool:
 
 
 def _first_refusal(live: Live):
-    """Waits until the server has refused a call."""
+    """Return an awaitable that ends when the server refuses a call."""
     event = asyncio.Event()
     request_handler = live.server.request_handler
     original = request_handler.check_model
@@ -151,7 +151,7 @@ def _first_refusal(live: Live):
 
 
 def test_tries_end_with_the_deadline():
-    """No one listens there; a thousand tries would take minutes."""
+    """Nothing listens on the port. A thousand attempts would take minutes."""
     retries = Retries(attempts=1000, first_delay_s=0.05, longest_delay_s=0.1)
     with Client(f"127.0.0.1:{free_port()}", retries=retries) as client, pytest.raises(grpc.RpcError) as caught:
         client.model_info(timeout_s=0.5)
@@ -194,7 +194,7 @@ BAD = "a\ud800"
     ],
 )
 def test_text_that_is_no_unicode_is_refused_by_the_client(call: Callable[..., Any], name: str, loop: LoopThread):
-    """Before anything is sent: nothing listens there."""
+    """The client sends nothing: no server listens on the port."""
     expected = rf"^{name} must be valid Unicode: character 1 is the unpaired surrogate U\+D800$"
     with Client("127.0.0.1:1") as client, pytest.raises(RequestError, match=expected):
         call(client)
@@ -209,7 +209,7 @@ def test_text_that_is_no_unicode_is_refused_by_the_client(call: Callable[..., An
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A proxy that does not answer, in the environment of a machine behind one."""
+    """Set the environment to a proxy that does not answer, and return its address."""
     for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     address = f"127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""Whatever bytes come: a status that blames the message, and a server that goes on."""
+"""Random and mutated messages: the status blames the message, and the server keeps running."""
 
 import contextlib
 from typing import Any
@@ -21,7 +21,7 @@ SERVICES = {
     service.full_name: service
     for service in (*v1.DESCRIPTOR.services_by_name.values(), *oip.DESCRIPTOR.services_by_name.values())
 }
-# These would end the test's server, or change its instances, or never end.
+# These methods end the test's server, change its instances or never return.
 LEFT_OUT = {"Drain", "Transform", "WatchCluster", "Replicate", "Evict", "Migrate", "ScaleOut", "ScaleIn"}
 METHODS = [
     (f"/{name}/{method.name}", method)
@@ -50,7 +50,7 @@ ALLOWED = {
 
 @pytest.fixture(scope="module")
 def fuzzed(served_llm: LLM):
-    """One server for all messages."""
+    """Yield one server for all messages."""
     loop = LoopThread()
 
     async def run() -> Server:

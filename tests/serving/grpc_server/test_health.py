@@ -1,4 +1,4 @@
-"""Health, readiness and reflection, for clients that know nothing else of this server."""
+"""Health, readiness and reflection for generic gRPC clients."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def test_ready_once_a_model_is_attached(start: Callable[..., Live]):
 
 
 def test_event_loop_does_not_measure_the_tokenizer(start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch):
-    """Measuring takes up to a second. The result is kept."""
+    """The measurement takes up to a second. It runs once, in another thread."""
     live, threads = start(attach=False), list[int]()
 
     def measure(_: Tokenizer) -> int:
@@ -76,7 +76,7 @@ def test_event_loop_does_not_measure_the_tokenizer(start: Callable[..., Live], m
 def test_vocabulary_for_constraints_is_loaded_before_the_start(
     start: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ):
-    """It blocks all threads."""
+    """Loading the vocabulary blocks all threads."""
     live = start(attach=False)
     registry = registry_of(live.llm)
     monkeypatch.setattr(registry, "_grammars", None)
@@ -101,7 +101,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 
 @pytest.fixture
 def deaf() -> Iterator[Callable[[int], DeafPeer]]:
-    """Connects peers to a port, each of which watches all services and takes no answer."""
+    """Yield a function that connects a peer to a port. The peer watches all services and reads no answer."""
     peers: list[DeafPeer] = []
 
     def connect(port: int) -> DeafPeer:
@@ -182,10 +182,10 @@ def test_engine_that_dies_is_seen(start: Callable[..., Live], served_model, comp
 
 @pytest.fixture
 def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threading.Event, threading.Event]]:
-    """An engine whose thread blocks from the first event on until the second."""
+    """Yield an engine, an event that blocks its thread, and an event that releases the thread."""
     settings = {"device_memory": "32MiB", "progress": False, "compile_cache": compile_cache}
     with LLM(served_model, max_num_seqs=2, **settings) as llm:
-        llm.warmup()  # compiling would take longer than the tests' limit
+        llm.warmup()  # compilation would exceed the tests' limit
         block, release = threading.Event(), threading.Event()
         advance = engine_of(llm).advance
 
@@ -201,7 +201,7 @@ def stuck(served_model: Path, compile_cache: str) -> Iterator[tuple[LLM, threadi
 
 @pytest.mark.slow
 def test_engine_that_is_stuck_is_seen(start: Callable[..., Live], stuck: tuple):
-    """The thread lives, in a call that does not return."""
+    """The engine's thread is alive, in a call that does not return."""
     llm, block, _ = stuck
     live = start(llm, engine_timeout_s=3)
     watch = health_pb2_grpc.HealthStub(live.channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
@@ -224,13 +224,13 @@ def test_engine_that_is_stuck_is_seen(start: Callable[..., Live], stuck: tuple):
 
 
 def test_engine_that_is_busy_is_not_stuck(start: Callable[..., Live], stuck: tuple):
-    """It answers late, as while it compiles, and the monitor has waited for it meanwhile."""
+    """The engine answers the monitor late, as it does during compilation."""
     llm, block, release = stuck
     live = start(llm, interval_s=0.01)
     stream = live.generate(text="x", params=pb.SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     next(stream)
     block.set()
-    wait_until(lambda: not llm._dispatcher._calls.empty())  # the monitor's
+    wait_until(lambda: not llm._dispatcher._calls.empty())  # the monitor's call waits
     assert check(live, INFERENCE) == SERVING
     release.set()
     assert sum(len(message.completions[0].token_ids) for message in stream) > 0
@@ -239,7 +239,7 @@ def test_engine_that_is_busy_is_not_stuck(start: Callable[..., Live], stuck: tup
 
 
 class ReflectingClient:
-    """Knows no .proto: learns messages and methods from the server."""
+    """Client without .proto files. It gets messages and methods from the server."""
 
     def __init__(self, channel: grpc.Channel):
         self._channel = channel

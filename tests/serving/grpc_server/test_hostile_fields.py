@@ -1,4 +1,4 @@
-"""Fields at their limits and beyond: refused by their length, named with the limit, and told to clients beforehand."""
+"""Hostile fields: limits apply before fields are read, errors are short, and clients can ask for the limits."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -86,7 +86,7 @@ def test_clients_are_told_the_limits(start: Callable[..., Live]):
 
 
 def test_prompts_of_more_tokens_than_any_context_are_refused_before_they_are_read(live: Live):
-    ids = pb.TokenIds(ids=[300] * 5000)  # none of which is in the vocabulary
+    ids = pb.TokenIds(ids=[300] * 5000)  # no id is in the vocabulary
     code, text = code_and_text(lambda: list(live.generate(token_ids=ids)))
     assert code is Status.INVALID_ARGUMENT
     assert "5000 tokens" in text
@@ -204,7 +204,7 @@ def tensor(name: str) -> oip.ModelInferRequest.InferInputTensor:
 
 @pytest.mark.timeout(60)
 def test_the_public_text_of_an_error_takes_no_time_for_its_length():
-    """Each of these took from seconds to hours, with the interpreter's lock held, when the whole text was searched."""
+    """A search of each whole text took seconds to hours and held the GIL."""
     for text in ("/a" * 2_000_000, HOSTILE * 50, "/aaaa" * 50_000 + " 0x", "~/" * 500_000, "C:\\" + "a.b-" * 500_000):
         assert len(public_text(text)) <= MAX_MESSAGE_CHARS
         assert len(status_of(RequestError(text))[1]) <= MAX_MESSAGE_CHARS
@@ -234,7 +234,7 @@ def test_settings_beyond_their_bytes_are_not_parsed():
 
 
 class Unread:
-    """As many elements as a message may have, of which no one may go through all."""
+    """Sequence that may be sliced but not iterated."""
 
     def __init__(self, length: int):
         self._length = length
@@ -338,7 +338,7 @@ def test_log_probabilities_of_a_prompt_are_bounded(start: Callable[..., Live]):
 
 
 def test_long_replies_come_in_pieces(live: Live):
-    """Also those of a stream, whose prompt's log-probabilities could be hundreds of thousands."""
+    """A stream splits a prompt's log-probabilities too: there could be hundreds of thousands."""
     settings = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=20, ignore_eos=True)
     prompt = [index % 256 for index in range(400)]
     messages = list(live.generate(token_ids=pb.TokenIds(ids=prompt), params=requests.params_message(settings)))

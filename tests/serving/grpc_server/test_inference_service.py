@@ -1,4 +1,4 @@
-"""amoeba.v1.InferenceService through plain stubs: what it generates is what the Python API generates."""
+"""amoeba.v1.InferenceService through plain stubs generates the same output as the Python API."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ def test_text_streams_as_the_api_generates_it(live):
 
 
 def test_times_begin_when_the_request_comes(live, monkeypatch: pytest.MonkeyPatch):
-    """Before its text is tokenized: in the usage and in the histograms."""
+    """The times in the usage and in the histograms include tokenization."""
     tokenizer, metrics = live.llm.tokenizer, live.server.metrics
     encode = tokenizer.encode
 

@@ -1,4 +1,4 @@
-"""Many streams at once, some cancelled, while instances merge and split."""
+"""Many concurrent streams while instances merge and split. Some streams are canceled."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def test_streams_are_right_while_instances_change(live: Live, count: int):
             degrees.append(degrees[-2])
             try:
                 client.transform(degrees[-1], timeout_s=TIMEOUT_S)
-            except grpc.RpcError as error:  # refused where one instance could not take all that run
+            except grpc.RpcError as error:  # refused if one instance cannot hold all running requests
                 assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, error  # type: ignore[attr-defined]  # noqa: PT017
                 degrees.pop()
         assert len(degrees) > 2, "instances have changed"
@@ -59,7 +59,7 @@ def test_streams_are_right_while_instances_change(live: Live, count: int):
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_requests_with_short_deadlines_leave_nothing_behind(live: Live, count: int):
-    """The client's gRPC and the server's own time limit both end a request at the same moment."""
+    """The client's gRPC and the server's time limit end a request at the same moment."""
     choose = random.Random(3)
     endless = pb.SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
     timeouts = [choose.uniform(0.05, 0.15) for _ in range(count)]
@@ -85,7 +85,7 @@ CACHE = 512
 
 @pytest.fixture(params=[4, 8])
 def llm(request: pytest.FixtureRequest, tmp_path: Path, compile_cache: str) -> Iterator[LLM]:
-    """Four layers, as many instances as devices; on eight of them two groups change by themselves."""
+    """Yield a four-layer engine with an instance for each device. On eight devices, two groups change independently."""
     with LLM(
         byte_model(tmp_path / "deeper", num_hidden_layers=4),
         num_devices=request.param,
@@ -104,7 +104,7 @@ def llm(request: pytest.FixtureRequest, tmp_path: Path, compile_cache: str) -> I
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_streams_are_right_while_the_scheduler_changes_instances(llm: LLM, start: Callable[..., Live]):
-    """Short requests with bursts of long ones among them, which no device can hold."""
+    """Between the short requests are bursts of long requests, which no single device can hold."""
     live = start(llm, scheduling=SchedulingConfig(linger_s=0.5, layers_per_step=2))
     choose = random.Random(11)
     count = 300

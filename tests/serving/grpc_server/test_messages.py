@@ -1,4 +1,4 @@
-"""Messages of amoeba.v1: each has what is new alone, however long the answer is by then."""
+"""Messages of amoeba.v1: each contains only new tokens, so its size does not grow with the answer."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_bytes_for_a_token_do_not_grow_over_a_long_answer():
 
 
 def test_slow_reader_gets_every_token_once():
-    """What comes while a message is being written is added up, and sent once."""
+    """Tokens that arrive during a write are merged into the next message."""
     total, sent = DeltaSum(), []
     for number in range(3_000):
         total.add(delta(number))

@@ -1,4 +1,4 @@
-"""Metrics: the names, what they count, and a dashboard that uses no others."""
+"""Names and meanings of the metrics, and the dashboard, which uses no other names."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ NAMES = {
 
 
 def scrape(live: Live) -> dict[str, float]:
-    """Values by name and labels, after the engine has been looked at again."""
+    """Return the values by name and labels, after the engine's next report."""
     before = live.server.metrics.latest
 
     async def looked_again() -> None:
@@ -103,7 +103,7 @@ def test_requests_and_tokens_are_counted(live: Live):
 
 
 def test_intervals_are_between_tokens_of_one_sample(monkeypatch: pytest.MonkeyPatch):
-    """Samples of a request may be on several instances, whose steps have nothing to do with each other."""
+    """Samples of a request may run on several instances, whose steps are independent."""
     metrics, times = ServerMetrics(), iter((0.0, 1.0, 10.0, 12.0))
     monkeypatch.setattr("serving.runtime.metrics.time", SimpleNamespace(monotonic=times.__next__))
     record = metrics.start_request()
@@ -125,7 +125,7 @@ def test_steps_are_counted_by_their_tokens(live: Live):
     def new(suffix: str) -> float:
         return after[f"{name}_{suffix}"] - before[f"{name}_{suffix}"]
 
-    # The prompt, and the first four tokens: the last is not computed.
+    # One step computes the prompt, and four steps compute one token each. The last token is not computed.
     assert [new(f"bucket{{le={bound}}}") for bound in ("1.0", "16.0", "32.0", "+Inf")] == [4, 4, 5, 5]
     assert new("count{}") == 5
     assert new("sum{}") == 23 + 4
@@ -193,7 +193,7 @@ def metrics_url(start: Callable[..., Live]) -> Iterator[str]:
 
 @pytest.mark.parametrize("version", ACCEPT)
 def test_prometheus_gets_the_names_of_dashboard_and_documents(metrics_url: str, version: str):
-    """Each version asks for formats of its own. All must have the names with a colon."""
+    """Each version requests different formats. All versions must get the names with a colon."""
     accept = ACCEPT[version]
     request = urllib.request.Request(metrics_url, headers={} if accept is None else {"Accept": accept})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

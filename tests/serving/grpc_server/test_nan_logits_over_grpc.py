@@ -1,4 +1,4 @@
-"""Logits that are not numbers: INTERNAL for one request, through every protocol, and nothing for the others."""
+"""NaN logits: in every protocol, the affected request fails with INTERNAL and other requests succeed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ TEXT = "the model's logits for this request are not numbers; other requests are 
 
 @pytest.fixture(scope="module")
 def poisoned_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """One byte's embedding is NaN."""
+    """Yield an engine with a model in which one byte's embedding is NaN."""
     directory = byte_model(tmp_path_factory.mktemp("poisoned") / "tiny-nan", tie_word_embeddings=False)
     poison(directory, byte_token(POISON))
     settings = {"device_memory": "64MiB", "max_num_seqs": 4, "progress": False, "compile_cache": compile_cache}
@@ -38,7 +38,7 @@ def live(start: Callable[..., Live], poisoned_llm: LLM) -> Live:
 
 
 def counted(live: Live, name: str) -> float:
-    """A metric of a server that has looked at its engine again."""
+    """Return a metric after the engine's next report."""
     live.server.metrics.latest = None
     wait_until(lambda: live.server.metrics.latest is not None)
     text = generate_latest(live.server.metrics.registry).decode()

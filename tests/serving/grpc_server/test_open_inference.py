@@ -1,4 +1,4 @@
-"""The Open Inference Protocol through PyPI's `tritonclient`, as it is."""
+"""The Open Inference Protocol through an unmodified `tritonclient` from PyPI."""
 
 import json
 import queue
@@ -87,7 +87,7 @@ def test_samples_are_elements(live: Live, client: triton.InferenceServerClient):
 
 
 def run_stream(client: triton.InferenceServerClient, requests: list[tuple[str, list[Any], dict[str, Any]]]):
-    """Send all requests on one stream: responses (or errors) by id, in their order, and how often each was final."""
+    """Send all requests on one stream. Return the responses by id, in order, and all errors under "errors"."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for request_id, given, options in requests:
@@ -190,7 +190,7 @@ def settings(data: bytes) -> tuple[str, str, list[int], bytes]:
     return ("sampling_parameters", "BYTES", [1], raw(data))
 
 
-# One digit more cannot be read, and Python writes no product of this one.
+# Python can read this number, but not a longer one. It cannot print a product of this number.
 HUGE = b'{"max_tokens": ' + b"9" * 4300 + b', "n": 10}'
 
 
@@ -273,7 +273,7 @@ def test_unknown_model_or_version_is_not_found(live: Live, fields: dict[str, str
 
 
 def test_definitions_are_those_of_the_public_protocol():
-    """Each message, field, tag and type that we have is there in the client's, and means the same."""
+    """The client's definitions contain each of our messages and fields, with the same tags and types."""
     theirs = service_pb2.DESCRIPTOR
     pool = {**theirs.message_types_by_name, **theirs.dependencies[0].message_types_by_name}
 

@@ -1,4 +1,4 @@
-"""What a client has not been sent yet: put together while it is slow, and cut off where it does not read."""
+"""Unsent output of a client: it is merged if the client is slow. A client that does not read is cut off."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ def tokens(count: int, *, finished: bool = False) -> RequestDelta:
 
 
 def test_a_server_that_is_late_cuts_nobody_off():
-    """All tokens of a long stall come at once, and none of them while a write was blocked."""
+    """After a long stall of the event loop, all tokens arrive at once. No write was blocked meanwhile."""
 
     async def run() -> list[RequestDelta]:
         sent: list[RequestDelta] = []
@@ -32,7 +32,7 @@ def test_a_server_that_is_late_cuts_nobody_off():
         for _ in range(3):
             for _ in range(100):
                 buffer.put(tokens(1))
-            time.sleep(0.05)  # the loop stands still, as it did for seconds when it was overloaded
+            time.sleep(0.05)  # the event loop stalls, as it did for seconds under overload
             await asyncio.sleep(0.01)
         buffer.put(tokens(1, finished=True))
         await sending
@@ -51,7 +51,7 @@ def test_the_limit_of_unread_tokens_grows_with_the_samples(
     monkeypatch.setattr(output_coalescer, "_GRACE_S", 0.02)
 
     async def run(count: int) -> bool:
-        """Whether a blocked client is cut off when that many tokens have come."""
+        """Return whether a blocked client is cut off after this number of tokens."""
 
         async def never(_: RequestDelta) -> None:
             await asyncio.Event().wait()
@@ -74,7 +74,7 @@ def test_the_limit_of_unread_tokens_grows_with_the_samples(
 
 
 def of_prompt(num_positions: int) -> RequestDelta:
-    """Log-probabilities of a prompt, which come before the first token."""
+    """Return log-probabilities of a prompt, which come before the first token."""
     entry = {7: Logprob(-1.0, 1), 8: Logprob(-2.0, 2)}
     return RequestDelta("request", 300, (), RequestMetrics(0.0), False, (entry,) * num_positions)
 
@@ -107,7 +107,7 @@ def test_log_probabilities_of_a_prompt_count_as_unread(
 
 
 def test_a_client_that_reads_a_long_prompts_log_probabilities_bit_by_bit_is_not_slow(monkeypatch: pytest.MonkeyPatch):
-    """Each part is a write of its own, whatever comes meanwhile."""
+    """Each part is a separate write, even if more output arrives meanwhile."""
     monkeypatch.setattr(output_coalescer, "CUT_OFF_S", 0.2)
     monkeypatch.setattr(output_coalescer, "_PART_ENTRIES", 30)
 

@@ -35,7 +35,7 @@ REPLICATED = Placement.uniform(Home(0, 1), NUM_LAYERS, 2).with_modules(range(1, 
 
 @pytest.fixture(scope="module")
 def placed_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """An instance on device 0 of four devices."""
+    """Yield an engine with one instance, on device 0 of four."""
     model = byte_model(tmp_path_factory.mktemp("placed") / "tiny-chat", num_hidden_layers=NUM_LAYERS)
     with LLM(
         model,
@@ -53,7 +53,7 @@ def placed_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> 
 
 @pytest.fixture
 def placed(start: Callable[..., Live], placed_llm: LLM) -> Iterator[Live]:
-    """A server of this instance. The test must restore its placement."""
+    """Yield a server of this engine, and check that the test has restored the placement."""
     yield start(placed_llm)
     assert [it.devices for it in placed_llm.instances] == [(0,)]
     assert placed_llm.placement() == Placement.uniform(Home(0, 1), NUM_LAYERS)
@@ -144,7 +144,7 @@ def test_asyncio_client_does_the_same(placed: Live):
 def test_changes_go_on_without_their_client(placed: Live):
     call = placed.admin.Replicate.future(pb.ReplicateRequest(layers=LAYERS, device=1), timeout=TIMEOUT_S)
     with Client(placed.target) as client:
-        client.placement()  # the server has the call
+        client.placement()  # the server has received the first call
         call.cancel()
         wait_until(lambda: client.placement().num_microbatches == 2)
         client.evict(range(1, 3), 1)
@@ -246,7 +246,7 @@ def test_a_server_that_loads_is_unavailable(start: Callable[..., Live], method: 
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-# The clients refuse arguments before they send anything: nothing listens there.
+# The clients refuse arguments before they send anything. Nothing listens on the port.
 
 BAD_ARGUMENTS: list[tuple[Callable[..., Any], str]] = [
     (lambda client: client.replicate(range(3, 1), 1), "at least one layer"),

@@ -1,4 +1,4 @@
-"""Limits of the front door by the priority class of requests."""
+"""Admission limits for each priority class of requests."""
 
 from contextlib import ExitStack
 
@@ -15,7 +15,7 @@ URGENT, STANDARD, BEST_EFFORT = -1, 0, 1
 
 
 class Door:
-    """An admission, and the requests that it has let in."""
+    """Admission control, and the requests that it has admitted."""
 
     def __init__(self, **limits: int):
         self.admission, self.open = OpenRequests(Limits(**limits)), ExitStack()
@@ -87,7 +87,7 @@ def test_a_client_may_send_urgent_requests_beside_its_best_effort_ones():
 
 
 def test_samples_of_a_client_are_bounded():
-    """A request counts as many times as it has samples."""
+    """Each sample of a request counts."""
     door = Door(max_samples_per_client=10)
     door.admit(STANDARD, n=8)
     door.refuses(STANDARD, r"or more urgent have 8 samples: 3 more .*of 10 \(max_samples_per_client\)", n=3)

@@ -1,4 +1,4 @@
-"""The generated modules are those of the .proto files."""
+"""The generated modules match the .proto files."""
 
 import subprocess
 import sys

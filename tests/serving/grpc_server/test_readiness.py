@@ -1,4 +1,4 @@
-"""What clients see of a server that compiles programs while it serves."""
+"""Readiness of a server that compiles programs while it serves."""
 
 import asyncio
 import threading
@@ -70,7 +70,7 @@ def test_degrees_become_ready_while_the_server_serves(
 
 
 def test_a_warmup_beside_that_fails_is_an_error_in_the_log(caplog: pytest.LogCaptureFixture):
-    """TP1 is ready when the engine does not say any more how far it is."""
+    """TP1 is ready before the engine fails to report its progress."""
 
     class Failing:
         asked = 0

@@ -1,4 +1,4 @@
-"""Clients that are refused again and again: their answers come late, those of others at once."""
+"""Clients that are refused repeatedly get their answers late. Other clients get answers at once."""
 
 import asyncio
 import time
@@ -78,7 +78,7 @@ def test_a_server_begins_requests_late_for_a_client_that_gives_up(start: Callabl
     live = start(max_refusals_per_second=1)
     paid_until_s = live.server.request_handler.refusals._paid_until_s
     request = pb.GenerateRequest(text="x", params=pb.SamplingParams(max_tokens=60, ignore_eos=True))
-    for _ in range(200):  # not all are given up early enough to count
+    for _ in range(200):  # not every request is canceled early enough to count
         call = live.inference.Generate(request)
         next(call)
         call.cancel()
@@ -93,7 +93,7 @@ def test_a_server_begins_requests_late_for_a_client_that_gives_up(start: Callabl
 
 
 def _wrong_calls(live: Live, count: int, metadata: tuple[tuple[str, str], ...] = ()) -> float:
-    """Seconds that that many refused calls take, eight at a time."""
+    """Return the seconds that `count` refused calls take, eight at a time."""
 
     def call(_: int) -> grpc.StatusCode:
         request = pb.TokenizeRequest(text="x", model="another")
@@ -108,8 +108,8 @@ def _wrong_calls(live: Live, count: int, metadata: tuple[tuple[str, str], ...] =
 def test_a_server_delays_the_client_that_errs_and_no_other(start: Callable[..., Live]):
     live = start(api_token=("red", "blue"), max_refusals_per_second=5)
     red, blue = ((("authorization", f"Bearer {name}"),) for name in ("red", "blue"))
-    _wrong_calls(live, 20, red)  # the burst
-    # At eight at a time and a second at most for each, 24 more take at least two seconds.
+    _wrong_calls(live, 20, red)  # use up the burst
+    # Each delay is at most one second. With eight calls at a time, 24 more calls take at least two seconds.
     assert _wrong_calls(live, 24, red) > 1.5
     refusals = live.server.request_handler.refusals
     assert len(refusals._paid_until_s) == 1

@@ -1,4 +1,4 @@
-"""What a server keeps of a call that it has refused, while the client does not read the answer: next to nothing."""
+"""Refused calls take almost no memory while their clients do not read the answer."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class Context:
-    """A call by a client without a token."""
+    """Context of a call without a token."""
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
@@ -41,7 +41,7 @@ class Context:
 
 
 def stream_one(request: oip.ModelInferRequest, write: Callable[[Any], Awaitable[None]]) -> "asyncio.Task[None]":
-    """A request that is refused: no model is loaded."""
+    """Start a request that is refused because no model is loaded."""
     service = OpenInferenceService(RequestHandler(Limits(), ServerMetrics()))
     return asyncio.ensure_future(service._stream_one(request, cast(Any, Context()), write))
 
@@ -108,12 +108,12 @@ def test_a_stream_whose_refusals_are_not_read_ends(start: Callable[..., Live], m
 
 
 class Message:
-    """One that may be looked for."""
+    """Message that supports weak references."""
 
 
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
 def test_nothing_of_a_refused_call_is_kept(loop: LoopThread, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Neither the bytes nor the message, by gRPC or by this server, while the answer waits."""
+    """While the answer waits, neither gRPC nor this server keeps the bytes or the message."""
     data: list[bytes] = []
     messages: list[weakref.ref[Message]] = []
     waiting, go_on = asyncio.Event(), asyncio.Event()
@@ -168,7 +168,7 @@ def test_calls_without_a_message_are_invalid(live: Live, method: str):
 
 @pytest.mark.parametrize(("requests", "streams"), [(10, 1024), (512, 1600)])
 def test_calls_of_a_connection_are_bounded(start: Callable[..., Live], requests: int, streams: int):
-    """By HTTP/2's settings, the first frame of a server."""
+    """The server's first frame, HTTP/2 SETTINGS, contains the limit."""
     live = start(max_requests_per_client=requests)
     with socket.create_connection(("127.0.0.1", live.server.port), TIMEOUT_S) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))

@@ -1,4 +1,4 @@
-"""The request handler over a backend that does as the test says: moments that a live server meets only by chance."""
+"""The request handler with a scripted backend, for timings that a live server meets only by chance."""
 
 import asyncio
 import contextlib
@@ -31,13 +31,13 @@ CALLER = Caller("client", "connection", "client")
 
 
 def delta(*, finished: bool = False) -> tuple[None, RequestDelta]:
-    """One token more."""
+    """Return one more token."""
     completion = CompletionDelta(0, "", (7,), None, None, "stop" if finished else None, None)
     return None, RequestDelta("request", 1, (completion,), RequestMetrics(0.0), finished)
 
 
 class Scripted:
-    """One token, then whatever is awaited."""
+    """Backend that yields a token, waits for `then`, and yields the last token."""
 
     name, tokenizer = "scripted", None
 
@@ -56,7 +56,7 @@ class Scripted:
 
 
 class Writes:
-    """What the service would write, each for that many seconds."""
+    """Writer that counts its writes. Each write takes the same time."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -69,7 +69,7 @@ class Writes:
 
 
 async def serve(then: Awaitable[Any], writes: Writes, timeout_s: float | None = None) -> Scripted:
-    """One request, to its end, after which nothing of it is left."""
+    """Serve a request to its end, and check that none of its state is left."""
     door, backend = RequestHandler(Limits(), ServerMetrics()), Scripted(then)
     door.attach(cast(LLM, backend), None)
     try:
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_read_is_not_waited_for():
 
 
 def test_a_second_cancellation_leaves_nothing_running():
-    """gRPC cancels at the client's deadline, and the server's own time limit does: both hit the same request."""
+    """The client's deadline and the server's time limit may both cancel the same request."""
 
     async def run() -> None:
         door, backend, writing = RequestHandler(Limits(), ServerMetrics()), Scripted(never_done()), asyncio.Event()
@@ -126,7 +126,7 @@ def test_a_second_cancellation_leaves_nothing_running():
         serving = asyncio.ensure_future(door.serve(Call("request", [1], SamplingParams(), CALLER), write))
         await writing.wait()
         serving.cancel()
-        await asyncio.sleep(0)  # the first is being dealt with
+        await asyncio.sleep(0)  # the handler processes the first cancellation
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
@@ -196,7 +196,7 @@ def test_a_request_that_is_given_up_before_its_first_token_counts_as_aborted():
 
 
 def counted(metrics: ServerMetrics) -> dict[str, float]:
-    """Requests that have ended, by reason."""
+    """Return the number of finished requests for each reason."""
     (family,) = metrics.requests.collect()
     totals = [sample for sample in family.samples if sample.name.endswith("_total")]
     return {sample.labels["finished_reason"]: sample.value for sample in totals if sample.value}
@@ -271,7 +271,7 @@ def test_a_request_that_the_engine_does_not_have_yet_does_not_begin_after_a_drai
 
 
 def test_the_first_token_is_not_what_comes_of_a_prompt_before_it():
-    """Log-probabilities of the prompt leave a request queued, and are in no figure of the metrics."""
+    """A request stays queued after its prompt's log-probabilities. The metrics do not count them."""
     queued: list[int] = []
 
     class OfPrompt(Scripted):
@@ -305,7 +305,7 @@ def test_keys_and_numbers_count_as_text(value: Any, size: int):
 
 @pytest.mark.parametrize("arguments", [{}, {"x": [1] * 4100}])
 def test_a_conversation_that_becomes_too_long_is_not_tokenized(arguments: dict[str, Any]):
-    """A template may repeat its arguments."""
+    """Arguments count too, because a template may repeat them."""
 
     class Repeating:
         longest_token_chars = 1

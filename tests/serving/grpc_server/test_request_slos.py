@@ -1,4 +1,4 @@
-"""SLOs of single requests, from clients of both protocols to what policies see."""
+"""SLOs of single requests: clients of both protocols send them, and policies receive them."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ADMIN = Caller("c", "s", "a", "", has_admin_token=True, may_abort_all=True)
 
 @pytest.fixture
 def served(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
-    """Settings of the requests that come to the server's handler."""
+    """Return the settings of the requests that reach the server's handler."""
     handler, found = live.server.request_handler, []
     serve = handler.serve
 
@@ -68,7 +68,7 @@ def test_messages_have_what_was_given():
 
 @pytest.mark.parametrize(("name", "least_ms"), [("ttft_slo", 500), ("tpot_slo", 20)])
 def test_no_client_asks_for_less_than_the_server_allows(name: str, least_ms: int):
-    """Transformations for a request take time from others."""
+    """Transformations for one request delay other requests."""
     limits = Limits(**{f"min_{name}_ms": least_ms})
     at_limit, below = ({f"{name}_s": least_ms / 1e3 * factor} for factor in (1, 0.99))
     read_params(pb.SamplingParams(**at_limit), limits, USER)

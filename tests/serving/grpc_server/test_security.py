@@ -71,7 +71,7 @@ def openssl(*arguments: str | Path) -> None:
 
 
 def authority(directory: Path, name: str) -> Path:
-    """A certificate that may sign others."""
+    """Create a certificate authority, and return its certificate."""
     key, certificate = directory / f"{name}.key", directory / f"{name}.pem"
     openssl(
         *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"),
@@ -81,7 +81,7 @@ def authority(directory: Path, name: str) -> Path:
 
 
 def signed(directory: Path, name: str, by: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key."""
+    """Create a signed certificate for 127.0.0.1, and return it with its key."""
     key, request, certificate = (directory / f"{name}.{kind}" for kind in ("key", "csr", "pem"))
     extension = directory / "san"
     extension.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")

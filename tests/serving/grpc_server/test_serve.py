@@ -1,4 +1,4 @@
-"""`amoeba serve`, `chat` and `transform` as a user runs them, in processes of their own."""
+"""`amoeba serve`, `chat` and `transform` in separate processes, as a user runs them."""
 
 import json
 import os
@@ -30,18 +30,18 @@ LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 
 
 class Process:
-    """A server in a process of its own; what it says comes on stderr."""
+    """Server in a separate process. `said` is its output on stderr."""
 
     def __init__(self, *arguments: str | Path, before: str = "", stderr: int | IO[str] = subprocess.PIPE):
         code = f"{before}\nfrom serving.cli import main\nmain()"
         command = [sys.executable, "-c", code, "serve", *(str(argument) for argument in arguments)]
         environment = os.environ | {"NPROC": "16", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        environment.pop("PYTHONUNBUFFERED", None)  # what could not be written would not be kept, as it is by default
+        environment.pop("PYTHONUNBUFFERED", None)  # by default, output that cannot be written stays in the buffer
         self.process = subprocess.Popen(command, stderr=stderr, text=True, env=environment)
         self.said = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read on until something has been said."""
+        """Read stderr until it matches the pattern."""
         assert self.process.stderr is not None
         while (match := re.search(pattern, self.said)) is None:
             line = self.process.stderr.readline()
@@ -131,7 +131,7 @@ def test_questions_that_are_not_utf8_are_refused(live: Live):
 
 
 def transform(target: str, degree: int) -> "subprocess.Popen[str]":
-    """Start `amoeba transform` in a process of its own."""
+    """Start `amoeba transform` in a separate process."""
     command = [sys.executable, "-m", "serving.cli", "transform", str(degree), "--wait", "--target", target]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -217,7 +217,7 @@ def test_shutdown_timeout_ends_what_takes_longer(serve: Callable[..., Process]):
 
 
 def token_files(directory: Path) -> tuple[Path, Path]:
-    """Files with the token of clients, and with that of administrators."""
+    """Write the clients' token and the administrators' token to files."""
     token, admin = directory / "token", directory / "admin"
     token.write_text("sesame\n")
     admin.write_text("root\n")
@@ -241,7 +241,7 @@ def test_commands_talk_with_a_server(start: Callable[..., Live], tmp_path: Path)
 
 
 def check_commands(target: str, token: Path, admin: Path) -> None:
-    """`chat` and `transform` with a server of two TP1 instances, which is one TP2 instance afterwards."""
+    """Check `chat`, and merge the server's two TP1 instances with `transform`."""
     run = CliRunner().invoke
     flags = ["--target", target, "--token-file", str(token)]
     chat = run(app, ["chat", *flags, "--max-tokens", "8"], input="hello\n/new\nhello\n")
@@ -301,7 +301,7 @@ def test_server_killed_and_started_again_serves(serve: Callable[..., Process]):
 
 @pytest.mark.slow
 def test_server_whose_log_is_on_a_full_disk_serves(serve: Callable[..., Process]):
-    """Every line that it says and logs fails to be written, those of the scheduler's decisions among them."""
+    """No output or log line can be written, including the scheduler's decisions."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with Path("/dev/full").open("w") as full:
@@ -315,7 +315,7 @@ def test_server_whose_log_is_on_a_full_disk_serves(serve: Callable[..., Process]
 
 @pytest.mark.slow
 def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
-    """The process is given a step that fails once it is told to."""
+    """The steps of the process fail once the trigger file exists."""
     trigger = tmp_path / "fail"
     server = serve(
         before="import pathlib\n"
@@ -339,7 +339,7 @@ def test_engine_that_fails_ends_the_process(serve: Callable[..., Process], tmp_p
 
 @pytest.mark.slow
 def test_engine_that_is_stuck_ends_the_process(serve: Callable[..., Process], tmp_path: Path):
-    """The process is given a step that never returns once it is told to; it ends although its threads don't."""
+    """Steps never return once the trigger file exists. The process ends although a thread is blocked."""
     trigger, config = tmp_path / "block", tmp_path / "server.yaml"
     config.write_text(config.read_text() + "engine_timeout_s: 3\nmax_num_batched_tokens: 16\n")
     server = serve(

@@ -1,4 +1,4 @@
-"""Every way in which a request can fail: its status, and that nothing of it is left."""
+"""Failures of requests: each has its status and leaves no state behind."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ def test_what_cannot_be_served_is_invalid(live: Live, fields: dict[str, Any], sa
 
 
 def raw_call(live: Live, message: bytes) -> None:
-    """`Generate` with bytes that need be no message."""
+    """Call `Generate` with bytes that may be an invalid message."""
     call = live.channel.unary_stream("/amoeba.v1.InferenceService/Generate")
     list(call(message, timeout=TIMEOUT_S))
 
@@ -90,7 +90,7 @@ def test_id_of_a_running_request_is_taken(live: Live):
 
 
 def fill_slots(live: Live) -> list[Any]:
-    """As many requests as run at once: the next ones stay in the queue."""
+    """Start requests that take all slots. Further requests stay in the queue."""
     streams = []
     for index in range(8):
         streams.append(live.generate(text=f"hello {index}", params=LONG))
@@ -113,7 +113,7 @@ def test_full_queue_is_exhausted(start: Callable[..., Live]):
 
 
 def wait_until(live: Live, holds: Callable[[], bool]) -> None:
-    """Let the server's loop go on until something holds."""
+    """Run the server's event loop until a condition holds."""
 
     async def wait() -> None:
         while not holds():
@@ -181,7 +181,7 @@ def test_deadline_in_the_queue(live: Live):
 
 
 def test_own_deadline_of_a_request_is_kept_without_the_client(live: Live):
-    """As for one of many requests of a stream, which have no deadline that gRPC knows."""
+    """gRPC knows no deadlines of single requests if a stream carries many requests."""
     sent: list[RequestDelta] = []
 
     async def send(delta: RequestDelta) -> None:
@@ -215,7 +215,7 @@ def test_request_cancelled_in_the_queue_leaves_it(live: Live):
 
 
 def test_cancelling_at_any_moment_leaves_nothing(live: Live):
-    """As many clients do at once: before the request is read, in the queue, in mid-stream, after the end."""
+    """Requests are canceled before they are read, in the queue, in mid-stream and after their end."""
     pause = threading.Event()
     streams = []
     for index in range(60):
@@ -251,7 +251,7 @@ def test_client_that_does_not_read_is_cut_off(start: Callable[..., Live], monkey
 
 
 def test_slow_reader_is_cut_off_once_it_is_over_the_limit(live: Live, monkeypatch: pytest.MonkeyPatch):
-    """The engine goes on at its own pace; what is not read is bounded."""
+    """The engine does not wait for the reader, so unread output has a limit."""
     monkeypatch.setattr(output_coalescer, "CUT_OFF_S", 0.0)
     stuck = threading.Event()
 
@@ -295,7 +295,7 @@ def test_draining_server_finishes_and_takes_nothing_new(start: Callable[..., Liv
 
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_drain_lets_paused_requests_go_on(start: Callable[..., Live], by_signal: bool):
-    """They would keep it waiting for ever."""
+    """If paused requests did not continue, the drain would wait forever."""
     live = start()
     stream = live.generate(text="hello", params=pb.SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     next(stream)

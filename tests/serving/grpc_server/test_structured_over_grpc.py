@@ -1,4 +1,4 @@
-"""Structured output of a server: what the API returns, and refusals that leave other requests alone."""
+"""Structured output over gRPC: the same text as the Python API, and refusals that affect no other request."""
 
 import asyncio
 

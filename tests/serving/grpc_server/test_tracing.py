@@ -37,7 +37,7 @@ def traced(start: Callable[..., Live], spans: InMemorySpanExporter) -> Live:
 
 
 def finished(spans: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
-    """That many spans. They end when the server is done with a request, which its client may know before."""
+    """Return this number of spans. A span may end after the client has its whole answer."""
     wait_until(lambda: len(spans.get_finished_spans()) >= count)
     found = list(spans.get_finished_spans())
     assert len(found) == count
@@ -78,7 +78,7 @@ def test_span_belongs_to_the_trace_of_the_client(traced: Live, spans: InMemorySp
     assert span.context.trace_id == TRACE
     assert span.parent is not None
     assert span.parent.span_id == PARENT
-    # Not to be recorded, as the client says; damaged; not given.
+    # The trace context says not to record, is malformed, or is missing.
     generate(traced, (("traceparent", f"00-{TRACE:032x}-{PARENT:016x}-00"),), text="hello")
     generate(traced, (("traceparent", "00-what-is-this"),), text="hello")
     generate(traced, text="hello")
@@ -99,7 +99,7 @@ def test_span_of_what_fails_has_its_status(traced: Live, spans: InMemorySpanExpo
     assert "gen_ai.usage.prompt_tokens" not in attributes(refused)
     assert attributes(cancelled)["error.type"] == "CANCELLED"
     assert attributes(cancelled)["gen_ai.usage.completion_tokens"] >= 1
-    # Whether the server's clock or the client's was first.
+    # The type depends on which deadline expires first: the server's or the client's.
     assert attributes(late)["error.type"] in ("DEADLINE_EXCEEDED", "CANCELLED")
     assert {span.status.status_code for span in (refused, cancelled, late)} == {StatusCode.ERROR}
 
@@ -143,7 +143,7 @@ def test_change_of_a_placement_has_a_span(traced: Live, spans: InMemorySpanExpor
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans by OTLP."""
+    """OTLP collector that records the names of spans."""
 
     def __init__(self) -> None:
         self.names: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -158,7 +158,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.fixture
 def collector() -> Iterator[tuple[Collector, str]]:
-    """A collector, and where it is."""
+    """Yield a collector and its URL."""
     servicer, server = Collector(), grpc.server(ThreadPoolExecutor(1))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

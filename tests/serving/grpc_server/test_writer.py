@@ -1,4 +1,4 @@
-"""Single answers that their clients do not read: waited for, given up, and counted as long as gRPC keeps them."""
+"""Unread unary answers: the server waits, aborts the call, and counts the bytes while gRPC keeps them."""
 
 import asyncio
 import time
@@ -15,14 +15,14 @@ from serving.grpc_server import output_coalescer, writer
 from serving.grpc_server._proto import open_inference_pb2 as oip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-# Smaller buffers than an answer.
+# These buffers are smaller than an answer.
 OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 * 1024))
 NUM_SAMPLES, PROMPT = 32, b"x" * 3000
 ECHO_BYTES = NUM_SAMPLES * len(PROMPT)
 
 
 def infer() -> tuple[str, bytes]:
-    """A request for samples behind their prompt."""
+    """Return the method and bytes of a request whose samples repeat the prompt."""
     request = oip.ModelInferRequest(model_name="tiny-chat")
     for name, value in (("text_input", PROMPT), ("sampling_parameters", b'{"n": %d, "max_tokens": 1}' % NUM_SAMPLES)):
         request.inputs.add(name=name, datatype="BYTES", shape=[1])
@@ -37,7 +37,7 @@ def detokenize() -> tuple[str, bytes]:
 
 @pytest.fixture
 def unread() -> Iterator[Callable[[Live, tuple[str, bytes]], Any]]:
-    """Sends a call, none of whose answer is read."""
+    """Yield a function that sends a call and does not read the answer."""
     channels = []
 
     def send(live: Live, call: tuple[str, bytes]) -> Any:
@@ -51,7 +51,7 @@ def unread() -> Iterator[Callable[[Live, tuple[str, bytes]], Any]]:
 
 @pytest.mark.slow
 def test_an_answer_that_is_not_read_belongs_to_its_request(start: Callable[..., Live], unread: Any):
-    """Which goes on until it is read, as that of a stream does."""
+    """The request stays open until its answer is read, as with a stream."""
     live = start()
     admission, call = live.server.request_handler.admission, unread(live, infer())
     wait_until(lambda: bool(admission.ids) and admission.requests_by_class.total() == 0)
@@ -69,7 +69,7 @@ def test_an_answer_that_is_not_read_belongs_to_its_request(start: Callable[..., 
 def test_an_answer_that_is_not_read_is_given_up_and_counted(
     start: Callable[..., Live], unread: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """gRPC keeps it until it is read, or its client has left."""
+    """gRPC keeps the answer until the client reads it or leaves."""
     monkeypatch.setattr(output_coalescer, "LAST_READ_S", 0.2)
     live = start(max_client_bytes=ECHO_BYTES)
     handler = live.server.request_handler

@@ -1,4 +1,4 @@
-"""One HTTP server for all tests of OpenAI's API, over a model with one token for each byte."""
+"""One HTTP server for all tests of OpenAI's API. Its model has one token for each byte."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +19,7 @@ from serving.http_server.server import HttpServer
 
 @dataclass
 class Http:
-    """An HTTP server that runs."""
+    """Running HTTP server, with its engine."""
 
     server: Server
     http: HttpServer
@@ -35,7 +35,7 @@ class Http:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
     def check_idle(self) -> None:
-        """Nothing of any request is left."""
+        """Check that no state of any request is left."""
         admission = self.server.request_handler.admission
         wait_until(lambda: not admission.ids and not admission._bytes_of)
         wait_until(lambda: all((v.running, v.waiting, v.kv_used_pages) == (0, 0, 0) for v in self.llm.instances))
@@ -44,7 +44,10 @@ class Http:
 
 @pytest.fixture(scope="session")
 def http_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """Two devices, as two instances. The last token ends a sequence, as constrained text needs it."""
+    """Yield an engine with two instances of one device.
+
+    The last token is the end-of-sequence token, which constrained text needs.
+    """
     with LLM(
         byte_model(tmp_path_factory.mktemp("http") / "tiny-chat", eos_token_id=255),
         num_devices=2,
@@ -59,7 +62,7 @@ def http_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> It
 
 @pytest.fixture(scope="session")
 def start_http(http_llm: LLM, loop: LoopThread) -> Callable[..., AbstractContextManager[Http]]:
-    """Starts HTTP servers: `with start_http(...)`, with fields of `ServerConfig` and `Limits`."""
+    """Return a function for `with start_http(...)`. Its arguments are fields of `ServerConfig` and `Limits`."""
 
     @contextmanager
     def start(llm: LLM = http_llm, **settings: Any) -> Iterator[Http]:
@@ -86,6 +89,6 @@ def start_http(http_llm: LLM, loop: LoopThread) -> Callable[..., AbstractContext
 
 @pytest.fixture(scope="session")
 def http(start_http: Callable[..., AbstractContextManager[Http]]) -> Iterator[Http]:
-    """A server with default settings."""
+    """Yield a server with default settings."""
     with start_http() as started:
         yield started

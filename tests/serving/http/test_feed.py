@@ -1,4 +1,4 @@
-"""Messages for many viewers: one producer, only while somebody watches, and no viewer delays another."""
+"""Messages for many viewers: one producer runs while somebody watches, and no viewer delays another."""
 
 import asyncio
 import math

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 SAMPLED: Any = {"model": "tiny-chat", "messages": MESSAGES, "temperature": 1.0, "max_completion_tokens": 200}
-# Short enough for a model that writes at random.
+# Short enough for a model that generates random text.
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "warm": {"type": "boolean"}},
@@ -128,7 +128,7 @@ def test_required_calls_name_known_tools(http, streams: bool):
 
 
 def test_last_token_of_constrained_text_has_a_logprob(http):
-    """Also if the text ends with it, and not with an end-of-sequence token."""
+    """This text ends with its last token, without an end-of-sequence token."""
     settings = SAMPLED | {"logprobs": True, "extra_body": {"structured_outputs": {"regex": "[ab]{3}"}}}
     (choice,) = http.client.chat.completions.create(**settings).choices
     assert choice.finish_reason == "stop"
@@ -169,7 +169,7 @@ def test_bombs_are_refused_beside_other_requests(http, constraint: dict[str, Any
 
 
 def test_known_grammars_do_not_wait_for_new_ones(http, monkeypatch: pytest.MonkeyPatch):
-    """A client cannot fill the queue of new grammars."""
+    """If a client has too many new grammars, known grammars still work."""
     known, new = {"regex": "[ab]{2}"}, {"regex": "[cd]{2}"}
 
     def complete(constraint: dict[str, Any]) -> str:
@@ -204,7 +204,7 @@ Answer = tuple[str, str, list[tuple[str, str]], str]
 
 
 def whole_answer(http, settings: dict[str, Any]) -> Answer:
-    """Reasoning, content, calls and finish reason."""
+    """Return the reasoning, content, calls and finish reason."""
     (choice,) = http.client.chat.completions.create(**settings).choices
     calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
     reasoning = getattr(choice.message, "reasoning_content", None) or ""
@@ -212,7 +212,7 @@ def whole_answer(http, settings: dict[str, Any]) -> Answer:
 
 
 def streamed_answer(http, settings: dict[str, Any]) -> Answer:
-    """The same, put together from a stream."""
+    """Return the same fields, collected from a stream."""
     chunks = [chunk.choices[0] for chunk in http.client.chat.completions.create(**settings, stream=True)]
     names, arguments = [], dict[int, str]()
     for call in [call for chunk in chunks for call in chunk.delta.tool_calls or ()]:
@@ -242,7 +242,7 @@ def test_calls_of_every_length_are_equal_in_a_stream(http, choice: Any):
 
 @pytest.mark.slow
 def test_reasoning_and_free_calls_of_every_length_are_equal_in_a_stream(http, monkeypatch: pytest.MonkeyPatch):
-    """A constraint lets the model write reasoning, content and a call, as a trained model does."""
+    """A constraint makes the random model write reasoning, content and a call."""
     text = StructuredOutput(choice=['<think>hm</think>ok<tool_call>{"name": "time"}</tool_call>'])
     start = ChatGeneration._start
 

@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that do not read."""
+"""Clients that disconnect, and clients that do not read."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def _plain(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_client_that_does_not_read_is_cut_off(start_http, monkeypatch: pytest.MonkeyPatch):
-    """The buffers of a connection hold some 100 events with 20 log-probabilities each."""
+    """The buffers of a connection hold about 100 events with 20 log-probabilities each."""
     monkeypatch.setattr(http_server, "LAST_READ_S", 0.5)
     with start_http(max_buffered_tokens=16) as http:
         with slow_connection(http) as connection:
@@ -71,7 +71,7 @@ def test_connection_without_a_request_is_closed(start_http, monkeypatch: pytest.
 
 
 def test_idle_connection_is_closed_whatever_it_sends(http, monkeypatch: pytest.MonkeyPatch):
-    """One byte stops uvicorn's timer of idle connections. Further bytes do not start the time again."""
+    """The first byte stops uvicorn's idle timer. Further bytes do not restart our time limit."""
     monkeypatch.setattr(http_server, "HEADER_S", 0.2)
     with socket.create_connection(("127.0.0.1", http.http.port), timeout=TIMEOUT_S) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -95,7 +95,7 @@ def test_client_address_has_a_limit_of_connections(start_http, monkeypatch: pyte
 
 
 def test_unread_reply_is_dropped_after_a_time(start_http, monkeypatch: pytest.MonkeyPatch):
-    """Until then, its bytes count against the client."""
+    """Until then, the reply's bytes count against the client."""
     monkeypatch.setattr(http_server, "LAST_READ_S", 0.5)
     monkeypatch.setattr(http_server, "_SEND_BUFFER_BYTES", 4096)
     body = LONG | {"prompt": [65] * 500, "n": 16, "temperature": 1, "max_tokens": 1}
@@ -111,7 +111,7 @@ def test_unread_reply_is_dropped_after_a_time(start_http, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_two_hundred_cut_streams_leave_nothing(http):
-    """Each stream is cut after a random number of bytes, then all prompts are asked again at once.
+    """Each stream is cut after a random number of bytes, then all prompts are sent again at once.
 
     Other requests run meanwhile, and their tokens do not change.
     """

@@ -1,4 +1,4 @@
-"""What the HTTP server refuses, and in what form."""
+"""Refusals of the HTTP server and their form."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ def post(http: Any, path: str, body: Any, **headers: str) -> httpx2.Response:
 
 
 def check_error(response: httpx2.Response, status: int) -> dict[str, Any]:
-    """An error in OpenAI's form, that tells nothing about this machine."""
+    """Return the error after checking that it has OpenAI's form and no details of this machine."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -77,7 +77,7 @@ def test_error_names_its_field(http):
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 5000}, {"messages": [{"role": "user", "content": "x" * 5000}]}])
 def test_requests_over_the_context_have_a_code_of_their_own(http, changes: dict[str, Any]):
-    """Clients shorten the conversation if they see it."""
+    """Clients shorten the conversation if they get this code."""
     error = check_error(post(http, "/v1/chat/completions", CHAT | changes), 400)
     assert error["code"] == "context_length_exceeded"
     assert "4096" in error["message"]
@@ -94,7 +94,7 @@ def test_unknown_model_and_path_are_not_found(http):
 
 
 def test_other_content_types_are_refused(http):
-    """A page of another site could send them without a question of the browser."""
+    """Browsers let pages of other sites send these types without a preflight request."""
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         check_error(post(http, "/v1/chat/completions", CHAT, **{"content-type": kind}), 400)
 
@@ -109,7 +109,7 @@ def test_long_bodies_are_refused(start_http):
             for _ in range(20):
                 yield b" " * 10_000
 
-        # Without a length, in pieces. The server may close the connection before it has read all of them.
+        # The body is chunked and has no length. The server may close the connection before it has read all chunks.
         try:
             response = httpx2.post(
                 f"{http.url}/v1/chat/completions",
@@ -186,7 +186,7 @@ def test_tokenize_and_detokenize(http):
     assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (http.llm.tokenizer.encode("hello"), 5, 4096)
     assert "".join(answer["token_strs"]) == "hello"
     spaced = post(http, "/tokenize", {"prompt": " h", "return_token_strs": True}).json()
-    assert spaced["token_strs"] == ["\u0120", "h"]  # as `convert_ids_to_tokens` of transformers
+    assert spaced["token_strs"] == ["\u0120", "h"]  # same as `convert_ids_to_tokens` of transformers
     assert post(http, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hello"}
     chat = post(http, "/tokenize", {"model": "tiny-chat", "messages": CHAT["messages"]}).json()
     assert http.llm.tokenizer.decode(chat["tokens"]) == "<user> x\n<assistant>"
@@ -210,7 +210,7 @@ def test_tokenize_and_detokenize(http):
     ids=["tokens", "object", "bias", "modalities", "keys", "nested keys", "include", "devices"],
 )
 def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, param: str | None):
-    """Each collected error takes time of the event loop."""
+    """Each collected error would delay the event loop."""
     counts = []
 
     def count(error: ValidationError) -> Any:
@@ -223,7 +223,7 @@ def test_bad_elements_are_not_collected(http, monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_replies_that_repeat_prompts_are_limited(start_http):
-    """The limits hold for all samples of all prompts together, and also in streams."""
+    """The limits apply to the sum over all samples of all prompts, also in streams."""
     with start_http(max_reply_entries=60, max_echo_bytes=100) as http:
         body = {"model": "tiny-chat", "prompt": ["x" * 10] * 2, "max_tokens": 1}
         for more, name in (
@@ -286,7 +286,7 @@ def test_metrics_count_http_requests(http):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_allowed_tools_are_limited_and_differ(http, path: str):
-    """Each name would repeat the description of its tool."""
+    """The prompt would contain a tool's description once for each name."""
     tool: dict[str, Any] = {"type": "function", "name": "f"}
     named: Any = {"type": "allowed_tools", "mode": "auto", "tools": [tool] * 2}
     body = {"model": "tiny-chat", "input": "x", "max_output_tokens": 1, "tools": [tool], "tool_choice": named}

@@ -1,4 +1,4 @@
-"""OpenAI's API of `amoeba serve`, in a process of its own, and with TLS."""
+"""OpenAI's API of `amoeba serve` in a separate process, also with TLS."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Two servers behind `amoeba gateway`, as processes: conversations stay with their host, and a host dies."""
+"""Two server processes behind `amoeba gateway`: conversations stay with their host, and a host dies."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 START_S = 300
 """Seconds in which a server must start. Two start at the same time."""
-# Of different beginnings, and longer than the pages of the prefix cache.
+# Texts with different beginnings. Each is longer than a page of the prefix cache.
 TOPICS = [
     "Anchors, ropes and sails: a captain explains how ships were rigged in the days of the tea trade. ",
     "Bread needs flour, water, salt and time; this is the diary of a baker in a village by the sea. ",
@@ -61,14 +61,14 @@ def answers(port: int, path: str) -> bool:
 
 
 def count(port: int, metric: str) -> float:
-    """Return a counter of a server."""
+    """Return the value of a server's counter."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as response:
         found = re.search(rf"^amoeba:{metric}(?:{{[^}}]*}})? (\S+)$", response.read().decode(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
 class Hosts:
-    """Two servers, by port, and the gateway. All are started in `__init__`, and ready after `wait`."""
+    """Two servers, keyed by port, and a gateway. `__init__` starts them, and `wait` returns when they are ready."""
 
     def __init__(self, model: Path, cache: str):
         self._model, self._cache = model, cache
@@ -103,8 +103,10 @@ class Hosts:
         return connection.getresponse()
 
     def say(self, messages: list[dict[str, str]]) -> tuple[int, float]:
-        """Send a conversation, and append the answer to it. Return the host that answered, and the prompt tokens that
-        it found in its prefix cache."""
+        """Send a conversation and append the answer.
+
+        Return the host that answered, and the number of prompt tokens from its prefix cache.
+        """
         names = ("generation_tokens_total", "prefix_cache_hits_total")
         before = {port: [count(port, name) for name in names] for port in self.ports if answers(port, "/health")}
         response = self.post(messages, max_tokens=8)

@@ -202,7 +202,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(http, changes: dict[str, Any
 
 
 def test_answer_without_a_limit_needs_no_larger_instance(http):
-    """Until the context is nearly full, an answer may fill the smallest instance."""
+    """By default, an answer may fill the context or the smallest instance."""
     capacity = min(4096, *(http.llm._engine.capacity_tokens(degree) for degree in (1, 2)))
     assert http.llm.default_max_tokens(10) == capacity - 10
     assert http.llm.default_max_tokens(10_000) == 1

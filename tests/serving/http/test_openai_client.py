@@ -1,4 +1,4 @@
-"""Ways to call the server with OpenAI's client: asyncio, and the helpers that parse answers and gather streams."""
+"""OpenAI's client: asyncio, and the helpers that parse answers and collect streams."""
 
 import asyncio
 from typing import Any, Literal
@@ -71,7 +71,7 @@ def test_answers_are_parsed_with_a_schema(http):
 
 
 def test_helpers_gather_streamed_calls(http):
-    """The helpers raise if an event does not fit the ones before it."""
+    """The helpers raise if an event does not fit the previous events."""
     tools: Any = [openai.pydantic_function_tool(Weather, name="weather")]
     settings = CHAT | {"temperature": 1.0, "max_completion_tokens": 200, "seed": 5}
     settings |= {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}

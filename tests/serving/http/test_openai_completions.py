@@ -32,7 +32,7 @@ def test_stream_adds_up_to_the_completion(http):
 
 
 def test_settings_reach_the_engine(http):
-    """Every setting gives the output that the same setting gives in Python."""
+    """Every setting has the same effect as in the Python API."""
     settings = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     more = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True}
     params = SamplingParams(n=2, max_tokens=6, logit_bias={65: 2.0}, stop=["zz"], **settings, **more)

@@ -58,7 +58,7 @@ CASES: list[tuple[Family, str, str, str, str, Calls]] = [
         "hm",
         [("f", OSLO), ("g", "{}")],
     ),
-    # Without its end mark, a whole call still counts. A cut call stays text.
+    # A complete call without its end mark is a call. A truncated call stays text.
     (HERMES, CHATML, '<tool_call>\n{"name": "f", "arguments": {"city": "Oslo"}}', "", "", [("f", OSLO)]),
     (HERMES, CHATML, '<tool_call>\n{"name": "f", "argum', '<tool_call>\n{"name": "f", "argum', "", []),
     (HERMES, CHATML, "<tool_call>no</tool_call>!", "<tool_call>\nno\n</tool_call>!", "", []),
@@ -136,7 +136,7 @@ def test_text_is_separated(case: tuple[Family, str, str, str, str, Calls]):
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CASES), st.data())
 def test_split_of_the_text_changes_nothing(case: tuple[Family, str, str, str, str, Calls], data: st.DataObject):
-    """Also of a text that is cut at any place."""
+    """The text may be truncated at any place."""
     family, prompt, whole = case[:3]
     text = whole[: data.draw(st.integers(1, len(whole)))]
     places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)) | {0, len(text)})

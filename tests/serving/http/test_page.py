@@ -1,5 +1,7 @@
-"""The live page: its files, the stream of states, rights, and merges by its buttons. `test_page_in_browser.py` looks at
-it."""
+"""The live page: its files, the stream of states, rights, and merges by its buttons.
+
+`test_page_in_browser.py` shows the page in a browser.
+"""
 
 import http.client
 import json
@@ -24,7 +26,7 @@ StartHttp = Callable[..., AbstractContextManager[Any]]
 def response(
     started: Any, method: str, path: str, body: Any = None, **headers: str
 ) -> Iterator[http.client.HTTPResponse]:
-    """Send a request. Names of headers have `_` in place of `-`."""
+    """Send a request. Header names have `_` instead of `-`."""
     connection = http.client.HTTPConnection("127.0.0.1", started.http.port, timeout=TIMEOUT_S)
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
@@ -35,7 +37,7 @@ def response(
 
 
 def ask(started: Any, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """Return the status of a response, and its JSON."""
+    """Send a request, and return the status and JSON of the response."""
     with response(started, method, path, body, **headers) as answer:
         return answer.status, json.loads(answer.read())
 
@@ -63,7 +65,7 @@ JSON = {"content_type": "application/json"}
 
 
 def test_files_refer_only_to_each_other(http: Any):
-    """A strict policy holds, and no file names another host."""
+    """The content security policy is strict, and no file loads from another host."""
     texts = {}
     for name in ("", *(f"static/{name}" for name in _FILES)):
         with response(http, "GET", f"/{name}") as answer:

@@ -1,4 +1,4 @@
-"""The live page in headless Chromium: what a person sees while instances merge and split."""
+"""The live page in headless Chromium while instances merge and split."""
 
 import shutil
 import threading
@@ -28,7 +28,7 @@ SOON_MS = 1000
 
 @pytest.fixture(scope="module")
 def deep_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """Two devices, and a model whose layers change in several segments."""
+    """Yield an engine with two devices, and a model whose layers change in several segments."""
     with LLM(
         byte_model(tmp_path_factory.mktemp("deep") / "deep", num_hidden_layers=NUM_LAYERS),
         num_devices=2,
@@ -59,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def page_of(browser: Any, url: str, **context: Any) -> Iterator[Any]:
-    """Open the page. At the end, there were no errors on the console and no requests to other hosts."""
+    """Open the page. At the end, check that it logged no errors and sent no requests to other hosts."""
     opened = browser.new_context(**context)
     page, problems = opened.new_page(), []
     page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
@@ -81,7 +81,7 @@ def test_a_merge_is_visible_soon_and_goes_through_the_layers(browser: Any, start
         ready(page)
         assert page.locator(".instance").count() == 2
         assert page.title() == "2 × TP1 · amoeba"
-        # Note each text of the list of changes, with its time.
+        # Record each text in the list of changes, with its time.
         page.evaluate("""() => {
             window.seen = [];
             const list = document.getElementById("changes");

@@ -1,4 +1,4 @@
-"""The policy `cocoserve` on two devices, of which one is empty at the start."""
+"""The policy `cocoserve` on two devices. One device is empty at the start."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ PROMPTS = np.random.default_rng(1).integers(3, 200, (4, 16)).tolist()
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """An instance on the first device."""
+    """Yield an engine with one instance, on the first of two devices."""
     config = tiny_config("llama2") | {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 2048}
     with LLM(
         write_model(config, tmp_path_factory.mktemp("models") / "llama2"),
@@ -58,7 +58,7 @@ def tokens(outputs: list) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale_out", [True, False])
 def test_an_empty_device_takes_a_share_of_the_load(llm: LLM, scale_out: bool):
-    """All requests have the tokens of an undisturbed run, and none is computed again."""
+    """All requests get the tokens of an undisturbed run, and no request is preempted."""
     expected, before = tokens(llm.generate(PROMPTS, GREEDY)), llm.stats.preemptions
     metrics = ServerMetrics()
     settings = SchedulingConfig(
@@ -67,7 +67,7 @@ def test_an_empty_device_takes_a_share_of_the_load(llm: LLM, scale_out: bool):
         split_batch=1,
         vacancy_threshold=0.05,
         window_s=0.05,
-        cool_down_s=1e6,  # one change
+        cool_down_s=1e6,  # allows only one change
         ttft_slo_s=None,
         tpot_slo_s=None,
     )

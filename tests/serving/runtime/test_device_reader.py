@@ -1,4 +1,4 @@
-"""Utilization of devices: from step times, and from NVML where there are GPUs (with a stand-in for the driver)."""
+"""Utilization of devices from step times, and of GPUs from NVML with a fake driver."""
 
 import sys
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def test_steps_occupy_the_devices_of_their_instance(executor_llm: LLM):
 
 
 class Driver:
-    """GPUs by index and by UUID, with their utilization in percent."""
+    """Fake driver: GPUs by index and by UUID, with their utilization in percent."""
 
     def __init__(self, utilization: dict[str, int], fails: bool = False):
         self._utilization, self._fails = utilization, fails

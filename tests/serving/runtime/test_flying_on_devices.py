@@ -1,4 +1,4 @@
-"""The policy `flying` on four devices: urgent requests among best-effort ones that fill all slots."""
+"""The policy `flying` on four devices: urgent requests arrive while best-effort requests fill all slots."""
 
 import logging
 import time
@@ -59,7 +59,7 @@ def wait_for(what) -> None:
 
 @pytest.mark.slow
 def test_urgent_requests_among_saturating_ones_lose_nothing(llm: LLM, caplog: pytest.LogCaptureFixture):
-    """The tokens of all are those of a run in which no request pauses; none is lost or computed again."""
+    """All requests get the tokens of a run without pauses. No request is preempted."""
     many, urgent = prompts(20, 16, seed=1), prompts(3, 40, seed=2)
     many_params, urgent_params = greedy(200), greedy(16, priority=-1)
     expected = tokens(llm.generate(many, many_params))
@@ -95,7 +95,7 @@ def test_urgent_requests_among_saturating_ones_lose_nothing(llm: LLM, caplog: py
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["soft", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_urgent_requests_move_or_wait(llm: LLM, preemption: str):
-    """Tokens are the same, whatever becomes of those that ran."""
+    """All requests get the tokens of an undisturbed run."""
     many, urgent = prompts(8, 16, seed=3), prompts(2, 40, seed=4)
     expected, urgent_expected = tokens(llm.generate(many, greedy(120))), tokens(llm.generate(urgent, greedy(16)))
     settings = SchedulingConfig("flying", preemption=preemption, calm_requests=1e-6, layers_per_step=2)

@@ -1,4 +1,4 @@
-"""The executor over an engine: what it shows of sequences, and what it refuses. The engine is a stand-in."""
+"""The executor over a fake engine: its view of sequences, and the actions that it refuses."""
 
 import time
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def test_tokens_that_are_computed_again_count_as_uncomputed(state: dict[str, int
 
 
 def test_only_waiting_counts_as_waiting():
-    """It waited for 5 s, ran for 300 s, was preempted, and has waited for 2 s since."""
+    """The request waited for 5 s, ran for 300 s, was preempted, and has waited for 2 s since."""
     now = time.monotonic()
     preempted = sequence(8)
     preempted.arrival = preempted.waiting_since = now - 307
@@ -65,7 +65,7 @@ def test_only_waiting_counts_as_waiting():
 
 
 def executor(*degrees: int) -> JaxExecutor:
-    """Over instances of these degrees, of which nothing can be asked."""
+    """Return an executor over fake, idle instances of these degrees."""
     instances, device = [], 0
     for tp in degrees:
         instances.append(SimpleNamespace(id=device, tp=tp, running=[]))

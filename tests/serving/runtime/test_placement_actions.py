@@ -1,4 +1,4 @@
-"""Placement changes by the executor of an engine, and the state of placements and devices in its snapshots."""
+"""Placement changes by the engine's executor, and the placements and devices in its snapshots."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -33,7 +33,7 @@ NUM_LAYERS = 2
 
 @pytest.fixture
 def jax(executor_llm: LLM) -> Iterator[JaxHarness]:
-    """Two instances of one device each."""
+    """Yield a harness with two instances of one device."""
     harness = JaxHarness(executor_llm)
     yield harness
     harness.close()
@@ -70,11 +70,11 @@ def test_snapshots_have_layers_and_devices(jax: JaxHarness, executor_llm: LLM):
 
 @pytest.fixture
 def frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read the devices at each snapshot. A request may end within a second."""
+    """Read the devices at each snapshot, because a request may end within a second."""
     monkeypatch.setattr(device_reader, "INTERVAL_S", 0)
 
 
-@pytest.mark.usefixtures("frequent_readings")  # before `jax`, which reads them at its start
+@pytest.mark.usefixtures("frequent_readings")  # precedes `jax`, which reads the devices at its start
 def test_pages_of_running_requests_are_not_free(jax: JaxHarness):
     (name,) = jax.start([(30, 20)])
     apply(jax, Dispatch(name, 0))
@@ -126,7 +126,7 @@ def test_changes_are_reported(executor_llm: LLM):
     ended: list[tuple[PlacementChange, Future[PlacementReport]]] = []
 
     class Once:
-        """Request one change."""
+        """Policy that requests one change."""
 
         name = "once"
 
@@ -163,7 +163,7 @@ def test_batches_are_limited(jax: JaxHarness):
 
 
 def test_requests_are_offloaded_and_continue(jax: JaxHarness, executor_llm: LLM):
-    """The tokens are not computed again: steps with prompts compute no more tokens than before."""
+    """The tokens are not computed again: the count of prompt tokens does not change."""
     (name,) = jax.start([(20, 30)])
     apply(jax, Dispatch(name, 0))
     jax.until(lambda view: any(r.num_tokens > 22 for i in view.instances for r in i.running))

@@ -1,4 +1,4 @@
-"""The scheduler over a real engine: instances merge for a long request and split after it, and tokens stay the same."""
+"""The scheduler over a real engine: instances merge for a long request and then split. Tokens stay the same."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ QUICK = {"linger_s": 0.3, "layers_per_step": 2}
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
-    """As many instances as devices."""
+    """Yield an engine with one instance for each device."""
     with LLM(
         tiny_model("llama2", tmp_path_factory.mktemp("models")),
         num_devices=request.param,
@@ -54,7 +54,10 @@ Schedule = Callable[..., Scheduling]
 
 @pytest.fixture
 def schedule(llm: LLM) -> Iterator[Schedule]:
-    """Puts a scheduler over the engine: `schedule(policy=..., ...)`. Afterwards everything is as it was."""
+    """Yield a function that starts a scheduler: `schedule(policy=..., ...)`.
+
+    Afterwards, check that the engine is idle and split its instances.
+    """
     made = []
 
     def start(**settings: Any) -> Scheduling:
@@ -64,7 +67,7 @@ def schedule(llm: LLM) -> Iterator[Schedule]:
     yield start
     for scheduling in made:
         scheduling.close()
-    # Instances are new a moment before their transformation has ended.
+    # New instances appear shortly before their transformation ends.
     wait_for(lambda: not engine_of(llm).changes.busy)
     assert [(v.running, v.waiting, v.kv_used_pages) for v in llm.instances] == [(0, 0, 0)] * len(llm.instances)
     if any(view.tensor_parallel_size > 1 for view in llm.instances):
@@ -99,7 +102,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def undisturbed(llm: LLM, requests: list[list[int]], params: SamplingParams, tp: int) -> list[tuple[int, ...]]:
-    """What the engine gives alone, by its own placing."""
+    """Return the tokens of the engine without a scheduler, for one request at a time."""
     if tp > 1:
         llm.transform(tp)
     outputs = [llm.generate(prompt, params)[0] for prompt in requests]
@@ -109,10 +112,10 @@ def undisturbed(llm: LLM, requests: list[list[int]], params: SamplingParams, tp:
 
 
 def test_a_long_request_has_instances_merged_and_split_again(llm: LLM, schedule: Schedule):
-    """Three times what one device holds, among short ones that go on."""
+    """The long prompt is three times the capacity of one device. Short requests keep running."""
     short, long = prompts(8, 20), prompts(1, 3 * CACHE)
-    # At the degree that it will have, which compiles programs: steps beside that are long, and would be a reason for
-    # another merge in time for the first token.
+    # Compile the programs of the higher degree here. During compilation, steps are slow, and the scheduler would merge
+    # again to meet the TTFT SLO.
     expected = undisturbed(llm, short, greedy(40), 1), undisturbed(llm, long, greedy(24), 2)
     scheduling = schedule(ttft_slo_s=1000.0)
     background = Background(llm, short, greedy(40))
@@ -158,7 +161,7 @@ def test_every_policy_serves_a_mix_with_the_same_tokens(llm: LLM, schedule: Sche
 
 
 def test_static_turns_away_what_would_need_a_merge(llm: LLM, schedule: Schedule):
-    """That request alone: the others of the same call are served."""
+    """The other requests of the same call are served."""
     short, long = prompts(2, 8), prompts(1, CACHE + 8)
     expected = undisturbed(llm, short, greedy(8), 1)
     schedule(policy="static")
@@ -178,7 +181,7 @@ def test_what_fits_no_layout_is_refused_at_once(llm: LLM, schedule: Schedule):
 
 
 def test_a_deadline_passes_in_the_queue(llm: LLM, schedule: Schedule):
-    """All room is taken, by requests that the one with a deadline cannot push aside."""
+    """Running requests use all capacity, and the request with a deadline cannot preempt them."""
     schedule(policy="static")
     background = Background(llm, prompts(10, 8), greedy(CACHE - 8))
     wait_for(lambda: all(view.running for view in llm.instances))
@@ -210,7 +213,7 @@ def test_a_deadline_passes_in_the_queue_of_an_engine_without_a_scheduler(llm: LL
 
 @pytest.mark.slow
 def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
-    """More than there is room for: what is preempted is computed again, and nothing changes a token."""
+    """The requests exceed the capacity. Preempted requests are computed again and keep their tokens."""
     requests = prompts(8, 30)
     params = [
         SamplingParams(temperature=0.9, seed=index, n=1 + index % 3, max_tokens=30, priority=index % 2, ignore_eos=True)
@@ -226,7 +229,7 @@ def test_siblings_priorities_and_preemption(llm: LLM, schedule: Schedule):
 @pytest.mark.slow
 def test_a_cancelled_request_that_waits_for_a_merge_leaves_nothing(llm: LLM, schedule: Schedule):
     schedule()
-    # Decoding requests hold all pages, so that the long one waits.
+    # Decoding requests hold all pages, so the long request waits.
     background = Background(llm, prompts(16, 12), greedy(CACHE - 12))
     wait_for(lambda: all(view.running for view in llm.instances))
     long = Background(llm, prompts(1, 3 * CACHE), greedy(8), request_ids=["long"])
@@ -261,8 +264,10 @@ def test_a_transformation_that_fails_is_tried_again_later(
 def test_short_requests_begin_while_layers_change(
     llm: LLM, schedule: Schedule, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """No layer of the merge switches until three requests that came after its begin have ended. Decisions follow from
-    what happens, not from time."""
+    """No layer switches until three requests that arrived during the merge have ended.
+
+    Decisions depend on events, not on time.
+    """
     monkeypatch.setattr(EngineScheduler, "interval_s", TIMEOUT_S)
     count = llm.config.num_devices
     short, long, later = prompts(count, 8), prompts(1, CACHE + 20), prompts(3, 4, seed=9)

@@ -1,4 +1,4 @@
-"""Figures of the last seconds, against plain lists of the measured values."""
+"""Figures of the last seconds, compared with plain lists of the measured values."""
 
 from collections import defaultdict
 

@@ -56,7 +56,7 @@ def test_a_sequence_that_has_gone_is_neither_shown_nor_found(waiting: Waiting, v
 
 
 def test_the_size_of_a_request_is_known_while_its_last_token_is_in_flight(waiting: Waiting, view: WaitingView):
-    """It was preempted and cannot start yet, but an instance that can hold it should stay."""
+    """The preempted request cannot start yet, but an instance that can hold it must stay."""
     preempted, other = sequence(0), sequence(1)
     preempted.num_in_flight = 1
     waiting.add(preempted)

@@ -1,4 +1,4 @@
-"""Policies in virtual time, on a simulated host that raises for what a policy must never ask for."""
+"""Policies in virtual time, on a simulated host that raises on forbidden actions."""
 
 import heapq
 import itertools
@@ -23,19 +23,19 @@ from serving.simulator.tally import Ending, Records, Tally
 from serving.simulator.transformation_cost import FixedTransformation
 
 Arrivals = list[tuple[WaitingRequest, int]]
-"""Requests, and the tokens that each of them will generate."""
+"""Requests with their numbers of output tokens."""
 RATES = RateStepCost(
     prefill={1: 4_000, 2: 7_000, 4: 12_000}, decode={1: 400, 2: 560, 4: 688}, decode_each={1: 25, 2: 33, 4: 40}
 )
-"""Four TP1 instances generate 1600 tokens a second together, one TP4 instance 688: 57% less, the loss that Gyges' paper
-reports. Prompts and decodes share steps."""
+"""Four TP1 instances together generate 1600 tokens/s. One TP4 instance generates 688, 57% less, as in Gyges' paper.
+Prompts and decodes share steps."""
 TRANSFORMATION_S, LAYERS = 1.0, 10
 PREEMPTION_S = 1e-3
-"""From a decision that took requests off their instances to the next one."""
+"""Delay of the next decision after a preemption."""
 
 
 def host_config(degrees: tuple[DegreeLimits, ...], num_devices: int = 8, shows_timing: bool = False) -> HostConfig:
-    """A host of TP1 instances."""
+    """Return a host of TP1 instances."""
     return HostConfig(
         num_devices,
         tuple(limits for limits in degrees if limits.degree <= num_devices),
@@ -49,7 +49,7 @@ def host_config(degrees: tuple[DegreeLimits, ...], num_devices: int = 8, shows_t
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """What came of a policy's run. Times by the names of requests."""
+    """Result of a policy's run. The names of requests are the keys of times."""
 
     cluster: Cluster
 
@@ -63,30 +63,30 @@ class PolicyRun:
 
     @property
     def first_token_s(self) -> dict[str, float]:
-        """When requests got their first token."""
+        """Times of the first tokens."""
         requests = self.cluster.requests
         times = enumerate(self.cluster.records.first_token_s)
         return {requests.name(index): time_s for index, time_s in times if not math.isnan(time_s)}
 
     @property
     def finished_s(self) -> dict[str, float]:
-        """When requests completed."""
+        """Times at which requests completed."""
         records, requests = self.cluster.records, self.cluster.requests
         done = (index for index, ending in enumerate(records.ending) if ending == Ending.COMPLETED)
         return {requests.name(index): records.end_s[index] for index in done}
 
     def count(self, *kinds: type[Action]) -> int:
-        """Actions of some kinds that were taken on."""
+        """Count the accepted actions of some kinds."""
         return sum(isinstance(action, kinds) for _, action in self.executor.log)
 
     def generated_tokens(self) -> int:
-        """Tokens of the requests that completed."""
+        """Return the output tokens of completed requests."""
         ended = np.array(self.cluster.records.ending) == Ending.COMPLETED
         return int(self.cluster.requests.output_len[ended].sum())
 
 
 def table_of(arrivals: Arrivals) -> RequestTable:
-    """Requests as columns, by their times."""
+    """Return requests as columns, in order of arrival."""
     ordered = sorted(arrivals, key=lambda arrival: arrival[0].arrival_s)
     requests = [request for request, _ in ordered]
     return RequestTable(
@@ -109,7 +109,7 @@ def simulate(
     shows_timing: bool = False,
     fail_transformations: int = 0,
 ) -> PolicyRun:
-    """Serve requests with a policy for some time. Raises `ForbiddenActionError`."""
+    """Serve requests with a policy until `until_s`. A forbidden action raises `ForbiddenActionError`."""
     config = host_config(degrees, num_devices, shows_timing)
     faults = Faults(transformations=fail_transformations)
     cluster = Cluster([(config, lambda: policy)], table_of(arrivals), OneHost(), faults, keep_log=True)
@@ -118,7 +118,7 @@ def simulate(
 
 
 class DrivenHost:
-    """A host whose time a test moves, and which others than the scheduler may ask for transformations."""
+    """A host whose time a test advances. It also accepts transformations from an operator."""
 
     def __init__(self, config: HostConfig, policy: Policy, most_requests: int = 1_000):
         self.records, self._events = Records(most_requests), []
@@ -135,12 +135,12 @@ class DrivenHost:
         heapq.heappush(self._events, (end_s, next(self._numbers), instance, instance.version))
 
     def send(self, request: WaitingRequest, output: int) -> None:
-        """Have a request wait, which will generate `output` tokens."""
+        """Queue a request that will generate `output` tokens."""
         self.executor.queue[request.request_id] = Waiting(request, len(self._names), output, self.now_s)
         self._names.append(request.request_id)
 
     def ask(self, action: Action) -> Outcome:
-        """What an operator asks for: refused where it cannot be, as an engine does."""
+        """Apply an operator's action. An impossible action is refused, as in an engine."""
         executor, config = self.executor, self.executor.config
         executor.config = replace(config, strict=False)
         try:
@@ -149,7 +149,7 @@ class DrivenHost:
             executor.config = config
 
     def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Let time go on, with a decision after all that happens and each second."""
+        """Advance time, with a decision after each event and each second."""
         executor, not_before_s = self.executor, -1.0
         while self.now_s < until_s and not done():
             if self.now_s >= not_before_s:
@@ -172,5 +172,5 @@ class DrivenHost:
                     executor.begin(instance)
 
     def ended(self, *endings: Ending) -> set[str]:
-        """Names of the requests that ended in one of these ways."""
+        """Return the names of requests that ended in one of these ways."""
         return {name for name, ending in zip(self._names, self.records.ending, strict=False) if ending in endings}

@@ -1,4 +1,4 @@
-"""What `amoeba_paper` decides in a given state: each rule of the paper's scheduler."""
+"""Decisions of `amoeba_paper` in a given state: each rule of the paper's scheduler."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def test_a_request_goes_to_the_least_loaded_instance_that_can_serve_it():
 
 
 def test_consecutive_long_requests_go_to_the_higher_degree():
-    """Though it has the greater load."""
+    """The higher degree wins despite its greater load."""
     tp4, tp2 = instance(0, 4, running("long", 40_000)), instance(4, 2)
     assert dispatched(decide(cluster(tp4, tp2, queue=[waiting("next", TP2_LONG)]))) == {"next": 0}
 
@@ -50,7 +50,7 @@ def test_degrees_double_in_steps_within_one_group():
 
 
 def test_only_instances_of_the_same_degree_merge():
-    """A TP2 and two TP1 instances: first the two."""
+    """Of a TP2 and two TP1 instances, the TP1 instances merge first."""
     mixed = [instance(0, 2, running("other", TP2_LONG))]
     actions = decide(cluster(*mixed, queue=[waiting("long", TP4_LONG)], num_devices=4))
     assert merges(actions) == [((2, 3), 2)]
@@ -64,7 +64,7 @@ def test_half_made_groups_do_not_split_though_they_run_nothing_long():
 
 
 def test_a_request_without_room_scales_up_by_input_length_and_load():
-    """All TP1 instances are full: two of them hold more once merged, as they release weights."""
+    """All TP1 instances are full. Two merged instances hold more, because they release weights."""
     view = cluster(*[filled(d, 1.0) for d in range(4)], queue=[waiting("a")], num_devices=4)
     assert merges(decide(view)) == [((0, 1), 2)]
     assert decide(view, scale_up_under_load=False) == []
@@ -76,7 +76,7 @@ def test_a_second_long_request_scales_up_others_while_the_first_one_runs():
 
 
 def test_short_requests_skip_instances_that_a_transformation_needs():
-    """Devices 0-3 alone could take the long request again; all others are full: the short one waits, or scales up."""
+    """Only devices 0 to 3 could take the long request again, and all others are full. The short request waits."""
     policy = AmoebaPaperPolicy(PaperConfig(scale_up_under_load=False))
     policy.decide(cluster(instance(0, 4, running("long", 57_000))))
     now = cluster(*[filled(d, 0.5) for d in range(4)], *[filled(d, 1.0) for d in range(4, 8)], queue=[waiting("a")])
@@ -96,7 +96,7 @@ def test_an_instance_whose_long_requests_are_done_is_unavailable_at_once_and_spl
 
 
 def test_the_group_with_the_best_expected_performance_scales_up():
-    """Devices 0-1 have less in use, by one request that computes its prompt; 2-3 run nothing that would slow down."""
+    """A prompt runs on device 0. A merge of devices 2 and 3 slows down no request."""
     prompt = dataclasses.replace(running("p", 2_000), uncomputed_tokens=900)
     view = cluster(instance(0, 1, prompt), queue=[waiting("long", TP2_LONG)], num_devices=4)
     (action,) = decide(view)
@@ -128,7 +128,7 @@ def test_a_group_that_was_refused_is_left_for_another():
 
 
 def test_a_group_that_was_begun_goes_on_behind_many_that_wait():
-    """No matter how many are ahead of its request: they may not use its devices."""
+    """Requests ahead in the queue may not use its devices."""
     policy, long = AmoebaPaperPolicy(), waiting("long", TP4_LONG)
     assert merges(policy.decide(cluster(queue=[long], num_devices=4))) == [((0, 1), 2), ((2, 3), 2)]
     urgent = [waiting(f"urgent{n}", TP4_LONG, priority=-1) for n in range(PaperConfig().lookahead)]
@@ -137,7 +137,7 @@ def test_a_group_that_was_begun_goes_on_behind_many_that_wait():
 
 
 def test_a_group_that_was_given_up_is_there_for_the_next():
-    """The first finds no group left; the owner of one begins elsewhere; the last, as large as the first, has it."""
+    """The first request finds no group. Then a group's owner starts elsewhere, and the last request gets this group."""
     policy, full = AmoebaPaperPolicy(), [filled(device, 0.9) for device in range(8)]
     owner, other = waiting("owner", TP4_LONG), waiting("other", TP4_LONG, arrival_s=1)
     policy.decide(cluster(*full, instance(8, 4, free_slots=0), queue=[owner, other], num_devices=12))

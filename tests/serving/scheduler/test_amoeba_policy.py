@@ -1,4 +1,4 @@
-"""What the `amoeba` policy decides in a given state."""
+"""Decisions of the `amoeba` policy in a given state."""
 
 import dataclasses
 
@@ -81,8 +81,8 @@ def test_instances_in_transition_or_draining_get_nothing():
 
 
 def test_short_request_keeps_room_that_a_scale_up_would_need():
-    """Devices 0-3 have 53,120 tokens free at TP4, and would have too few for 53,000 after the short request. It goes to
-    devices 4-7, which are fuller."""
+    """Devices 0 to 3 have 53,120 tokens free at TP4. The short request would leave fewer than 53,000, so it goes to
+    devices 4 to 7, which are fuller."""
     groups = [filled(d, 0.68) for d in range(4)], [filled(d, 0.76) for d in range(4, 8)]
     now = cluster(*groups[0], *groups[1], queue=[waiting("a", 800)], now_s=100)
     seen = cluster(instance(0, 4, running("long", 53_000)))
@@ -105,7 +105,7 @@ def test_room_for_a_scale_up_is_taken_where_there_is_no_other():
 
 
 def test_request_without_room_keeps_one_instance_for_itself():
-    """The large one waits for device 7, which has most room; small ones do not fill that up again."""
+    """The large request waits for device 7, which has the most free tokens. Small requests do not fill it up again."""
     large = waiting("large", 11_900)
     view = cluster(
         *[filled(d, 0.7) for d in range(7)], filled(7, 0.3), queue=[large, waiting("small", arrival_s=1)], now_s=2
@@ -160,16 +160,16 @@ def test_consecutive_long_request_waits_for_the_merged_instance():
 
 
 def test_short_requests_use_what_a_waiting_long_request_leaves():
-    """A long request uses 50,000 of 80,000 tokens, and 55,000 will be used by the next one."""
+    """The running long request uses 50,000 of 80,000 tokens. The next will use 55,000, which leaves 25,000."""
     merged, others = instance(0, 4, running("long", TP4_LONG)), [filled(d, 1.0) for d in range(4, 8)]
     shorts = [waiting(f"short{n:02}", 8_000, arrival_s=1) for n in range(5)]
-    for long in (1, 3):  # they come one after the other, so only the first counts
+    for long in (1, 3):  # long requests run one after the other, so only the first counts
         queue = [*(waiting(f"next{n}", 55_000) for n in range(long)), *shorts]
         assert list(dispatched(decide(cluster(merged, *others, queue=queue, now_s=1))).values()) == [0, 0, 0]
 
 
 def test_short_requests_do_not_fill_up_an_instance_that_a_long_request_waits_for():
-    """Nothing long runs there: what keeps the long request waiting are short ones."""
+    """Short requests keep the long request waiting. No long request runs on the instance."""
     merged = instance(0, 4, *(running(f"r{n}") for n in range(40)))
     others = [filled(d, 1.0) for d in range(4, 8)]
     shorts = [waiting(f"short{n}", arrival_s=1) for n in range(5)]
@@ -193,7 +193,7 @@ def test_long_request_does_not_wait_for_a_draining_instance():
 
 
 def test_instance_that_holds_less_than_others_of_its_degree_is_split_rather_than_merged_with_itself():
-    """It was merged without releasing weights."""
+    """The instance was merged without releasing weights."""
     merged = instance(0, 4, capacity_tokens=48_000, free_tokens=48_000)
     action = only(decide(cluster(merged, queue=[waiting("long", TP4_LONG)], num_devices=4)))
     assert isinstance(action, ScaleDown)
@@ -209,7 +209,7 @@ def test_long_request_may_cause_a_second_merge_after_the_time_that_is_set():
 
 
 def test_group_without_room_is_kept_until_a_merge_has_room():
-    """Merged, neither group has 79,000 tokens free. Devices 4-7 have most and get no short requests."""
+    """After a merge, neither group has 79,000 tokens free. Devices 4 to 7 have the most and get no short requests."""
     view = cluster(
         *[filled(d, 0.6) for d in range(4)],
         *[filled(d, 0.2) for d in range(4, 8)],
@@ -242,7 +242,7 @@ def test_group_that_was_refused_is_not_asked_for_again():
 
 
 def done(free_share: float, now_s: float = 0.0, *queue) -> ClusterView:
-    """A TP4 instance on devices 0-3 whose long requests are done."""
+    """Return a snapshot with a TP4 instance on devices 0 to 3 whose long requests have ended."""
     count = round((1 - free_share) * CAPACITY[4] / 1_104)
     merged = instance(0, 4, *(running(f"r{n}") for n in range(count)))
     return cluster(merged, queue=queue, now_s=now_s)
@@ -302,7 +302,7 @@ def test_no_split_into_instances_that_cannot_hold_the_requests():
 
 
 def test_no_split_into_instances_that_would_run_too_many_requests():
-    """129 requests on four TP1 instances that run 32 each."""
+    """129 requests on four TP1 instances of 32 slots."""
     merged = instance(0, 4, *(running(f"r{n:03}", 200) for n in range(129)))
     assert decide(cluster(merged), linger_s=0) == []
 
@@ -316,7 +316,7 @@ def test_instances_of_the_base_degree_are_left_as_they_are():
     assert decide(cluster(*merged, base_degree=4), linger_s=0) == []
 
 
-# Turned away, preempted
+# Rejections and preemptions
 
 
 def test_request_that_fits_at_no_degree_is_rejected_with_value_and_limit():
@@ -337,7 +337,7 @@ def test_request_of_higher_priority_preempts_the_last_of_lower_priority():
 
 
 def test_request_that_has_waited_its_priority_off_is_not_preempted():
-    """Preempted, it would be ahead in the queue and take its room back."""
+    """After a preemption, it would be first in the queue and take its room back."""
     low = running("low", 11_000, priority=1, arrival_s=0)
     full = [instance(d, 1, running(f"same{d}", 11_900)) for d in range(1, 8)]
     view = cluster(instance(0, 1, low), *full, queue=[waiting("urgent", 6_000, arrival_s=100)], now_s=100)
@@ -345,7 +345,7 @@ def test_request_that_has_waited_its_priority_off_is_not_preempted():
 
 
 def test_a_long_request_that_finds_no_one_to_preempt_does_not_keep_a_short_one_from_it():
-    """No instance that could hold the long one runs a request behind it; instances of one device do."""
+    """Only instances too small for the long request run requests of lower priority."""
     low = [instance(d, 1, running(f"low{d}", 11_900, priority=5, arrival_s=1)) for d in range(4, 8)]
     merged = instance(0, 4, running("same", 79_900))
     long = dataclasses.replace(waiting("long", 50_000), prompt_tokens=500)
@@ -354,7 +354,7 @@ def test_a_long_request_that_finds_no_one_to_preempt_does_not_keep_a_short_one_f
 
 
 def test_preemption_is_left_if_it_would_not_make_enough_room():
-    """Two requests of equal priority hold most of each instance."""
+    """Requests of equal priority hold most of each instance."""
     mixed = [
         instance(d, 1, running(f"same{d}", 9_000), running(f"low{d}", 1_000, priority=9, arrival_s=1)) for d in range(8)
     ]
@@ -377,7 +377,7 @@ def test_equal_snapshots_give_equal_decisions():
 
 
 def test_merges_go_to_the_degree_that_was_asked_for():
-    """A request that TP2 would hold has four instances merged; a longer one than TP2 holds does anyway."""
+    """With `merge_to=4`, four instances merge for a request that fits at TP2. They always merge if it needs TP4."""
     view = cluster(queue=[waiting("a", TP2_LONG)])
     assert [only(decide(view, merge_to=degree)).degree for degree in (1, 2, 4)] == [2, 2, 4]  # type: ignore[union-attr]
     longer = cluster(queue=[waiting("a", TP4_LONG)])
@@ -385,7 +385,7 @@ def test_merges_go_to_the_degree_that_was_asked_for():
 
 
 def test_no_degree_is_high_enough_for_merge_to():
-    """The highest that there is takes its place; a request that fits the base degree is not concerned."""
+    """The highest existing degree is used. A request that fits at the base degree causes no merge."""
     two = cluster(queue=[waiting("a", TP2_LONG)], num_devices=2)
     two = dataclasses.replace(two, degrees=two.degrees[:2])
     assert decide(two, merge_to=4) == decide(two, merge_to=2)
@@ -393,7 +393,7 @@ def test_no_degree_is_high_enough_for_merge_to():
 
 
 def test_a_decision_looks_past_a_limited_number_of_requests_that_find_no_place():
-    """Seven that are too large for what is free come before one that is not."""
+    """Seven requests that are too large for the free cache come before a request that fits."""
     busy = [instance(d, 1, running(f"b{d}", 6_000)) for d in range(8)]
     large = [waiting(f"large{n:02}", 11_000, arrival_s=n / 100) for n in range(7)]
     view = cluster(*busy, queue=[*large, waiting("small", arrival_s=1)], now_s=2)

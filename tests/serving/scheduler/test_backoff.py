@@ -1,4 +1,4 @@
-"""Refusals, and for how long they count."""
+"""Refusals and their back-off times."""
 
 from serving.scheduler import ClusterView, DegreeLimits, InstanceView, ScaleDown, ScaleUp
 from serving.scheduler.backoff import Backoff, BackoffConfig
@@ -7,14 +7,14 @@ MERGE = ScaleUp((0, 1), 2, "")
 
 
 def test_a_refusal_that_none_followed_for_long_counts_no_more():
-    """At its time, whenever old ones were dropped last."""
+    """It expires at its own time, not when old refusals are dropped."""
     config = BackoffConfig(first_s=1.0, factor=2.0, longest_s=10.0)
     backoff = Backoff(config)
     assert backoff.refuse(MERGE, 0.0) == 1.0
     assert backoff.refused_transformations(0.5) == {((0, 1), 2)}
     assert backoff.refused_transformations(1.0) == frozenset()
     assert backoff.refuse(MERGE, 15.0) == 2.0
-    backoff.refused_transformations(36.9)  # the next time that old ones are dropped is in 10 s
+    backoff.refused_transformations(36.9)  # old refusals are dropped again in 10 s
     assert backoff.refuse(MERGE, 37.0) == 1.0, "2 + 20 s after the one at 15 s"
 
 

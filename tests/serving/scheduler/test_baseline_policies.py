@@ -1,4 +1,4 @@
-"""What `round_robin`, `least_load_first` and `static` decide in a given state."""
+"""Decisions of `round_robin`, `least_load_first` and `static` in a given state."""
 
 import pytest
 from cluster_views import TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting

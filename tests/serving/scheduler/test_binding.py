@@ -80,7 +80,7 @@ def test_a_request_is_not_lost_where_choosing_fails():
 
 @pytest.mark.parametrize("make", BASELINES)
 def test_requests_behind_some_that_wait_for_a_merge_are_served(make: type[BindingPolicy]):
-    """Up to a limit."""
+    """The policy looks past a limited number of requests."""
     policy = make()
     others = [instance(device, draining=True) for device in range(1, 4)]
     queue = [waiting(f"long{n}", TP2_LONG, arrival_s=float(n)) for n in range(31)] + [waiting("short", arrival_s=40.0)]

@@ -1,4 +1,4 @@
-"""Decisions of the policy `flying` on single snapshots, and what the scheduler does with pauses of others."""
+"""Decisions of the policy `flying` on single snapshots, and pauses under other policies."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ URGENT = waiting("urgent", priority=-1)
 
 
 def paused_group(*parts: tuple, first: int = 0, **fields: Any) -> InstanceView:
-    """A TP4 instance that keeps weights over TP1 instances with paused requests."""
+    """Return a TP4 instance with kept weights over TP1 instances with paused requests."""
     used = max(sum(-(-r.num_tokens // 16) * 16 for r in part) for part in parts)
     free = 4 * (12_000 - used)
     values: dict[str, Any] = {"capacity_tokens": 48_000, "free_tokens": free, "paused": parts, "paused_degree": 1}
@@ -48,7 +48,7 @@ def test_a_group_is_made_where_the_fewest_requests_run():
 
 
 def test_no_request_of_its_rank_pauses_for_an_urgent_one():
-    """They move to a group for all of them, where it begins at once."""
+    """Running urgent requests migrate to a group. The new request starts at once on one of its instances."""
     others = [instance(device, 1, running(f"r{device}", priority=-1)) for device in range(8)]
     first, up = decide(cluster(*others, queue=[URGENT]))
     assert isinstance(first, Dispatch)
@@ -68,7 +68,7 @@ def test_refused_groups_and_those_in_transition_are_not_asked_for():
 
 
 def test_urgent_requests_beyond_their_clients_share_pause_no_one():
-    """They go behind all others, whatever their priority."""
+    """They queue behind all other requests, whatever their priority."""
     greedy_one = dataclasses.replace(URGENT, beyond_share=True)
     busy = [instance(device, 1, running(f"r{device}")) for device in range(4)]
     (action,) = decide(cluster(*busy, queue=[greedy_one], num_devices=4))
@@ -84,7 +84,7 @@ def test_second_urgent_request_waits_for_the_group_that_is_being_made():
 
 
 def test_a_group_of_idle_devices_is_not_split_before_the_urgent_request_runs():
-    """In a burst: others have filled the rest."""
+    """In a burst, other requests have filled the remaining devices."""
     policy = FlyingPolicy()
     crowded = [instance(device, 1, *(running(f"{device}-{n}") for n in range(9))) for device in range(2, 8)]
     group = instance(0, 2, capacity_tokens=24_000)
@@ -139,7 +139,7 @@ def test_where_tp_is_measured_to_be_slower_nothing_binds_for_load():
 
 
 def test_groups_stay_in_a_burst_where_they_generate_no_less():
-    """TP4 and TP1 have each been measured with as many requests."""
+    """Throughputs were measured with equally many requests. Without a measurement at TP1, groups split."""
     busy = cluster(
         instance(0, 4, *(running(f"a{n}") for n in range(32))), instance(4, 4, *(running(f"b{n}") for n in range(32)))
     )
@@ -154,7 +154,7 @@ def test_groups_stay_in_a_burst_where_they_generate_no_less():
 
 
 def policy_that_measured(slow_tp: bool) -> FlyingPolicy:
-    """One that has seen steps of both degrees under a light load, and is not bound."""
+    """Return a policy that has measured both degrees under a light load. With `slow_tp`, it does not merge for load."""
     policy = FlyingPolicy(FlyingConfig(dwell_s=1.0))
     high = 0.2 if slow_tp else 0.05
     both = cluster(instance(0, 4, running("a"), step_s=high), instance(4, 1, running("b"), step_s=0.1))
@@ -191,7 +191,7 @@ def test_requests_beyond_every_instance_are_rejected_with_weights_released():
 
 
 class Recorder:
-    """An executor that shows a view and takes note of actions."""
+    """An executor that shows a view and records actions."""
 
     def __init__(self, view: ClusterView):
         self.view, self.actions = view, []
@@ -205,7 +205,7 @@ class Recorder:
 
 
 def test_the_scheduler_has_paused_requests_go_on_for_policies_that_know_no_pauses():
-    """And gives their devices no others before."""
+    """Before that, it starts no other requests on their devices."""
     view = cluster(paused_group((running("a"),), (), (), ()), queue=[waiting("b")], num_devices=4)
     executor = Recorder(view)
     Scheduler(StaticPolicy(), executor).tick()

@@ -1,4 +1,4 @@
-"""`flying` by what steps and transformations take: SLOs of requests, and those of the server."""
+"""Decisions of `flying` from measured times: SLOs of requests and SLOs of the server."""
 
 import dataclasses
 from typing import Any
@@ -54,7 +54,7 @@ def test_time_that_it_has_waited_and_prompts_before_it_count():
 
 
 def test_urgent_requests_of_one_decision_are_not_put_behind_each_other():
-    """Each alone is in time on its instance; the ninth would be behind one of the others."""
+    """Eight requests are in time on an instance each. The ninth would run behind another request."""
     queue = [dataclasses.replace(urgent(ttft_slo_s=0.4), request_id=f"u{n}") for n in range(9)]
     actions = decide(cluster(queue=queue, timing=TIMING))
     dispatched = [a.instance_id for a in actions if isinstance(a, Dispatch)]
@@ -70,7 +70,7 @@ def test_others_keep_away_from_steps_that_are_too_long():
 
 
 def bound(now_s: float, *queue: Any) -> ClusterView:
-    """Two TP4 groups without a slot, made for a light load."""
+    """Return two TP4 groups without free slots, merged for a light load."""
     full = [
         instance(first, 4, running(f"r{first}"), free_slots=0, capacity_tokens=48_000, free_tokens=40_000)
         for first in (0, 4)
@@ -80,7 +80,7 @@ def bound(now_s: float, *queue: Any) -> ClusterView:
 
 @pytest.mark.parametrize(
     ("slo_s", "split_at_s"),
-    [(None, 11.0), (0.8, 10.225), (5.0, 11.0)],  # 0.3 s for the split and 0.275 s for the prompt are left
+    [(None, 11.0), (0.8, 10.225), (5.0, 11.0)],  # this leaves 0.3 s for the split and 0.275 s for the prompt
 )
 def test_groups_split_in_time_for_a_short_request_without_room(slo_s: float | None, split_at_s: float):
     policy = FlyingPolicy(FlyingConfig(dwell_s=0.0))
@@ -95,14 +95,14 @@ def test_groups_split_in_time_for_a_short_request_without_room(slo_s: float | No
 
 
 def behind_a_long_one(**fields: Any) -> ClusterView:
-    """A TP4 instance whose long request has 1,000 tokens to generate, 20 s, and another that waits since 1 s."""
+    """Return a TP4 instance whose long request needs 20 s for 1,000 tokens, and a request that has waited since 1 s."""
     long = dataclasses.replace(running("long", TP4_LONG), num_tokens=TP4_LONG - 1_000)
     queue = [waiting("next", TP4_LONG, arrival_s=1.0, **fields)]
     return cluster(instance(0, 4, long), queue=queue, now_s=1.0, timing=TIMING)
 
 
 def test_a_long_request_has_a_group_of_its_own_when_its_wait_would_break_the_slo():
-    """It would wait for 20 s and have its first token 5 s later; merged, after 1 s and 5 s."""
+    """Its first token would come after a wait of 20 s and 5 s more. With a merge, it comes after 1 s and 5 s more."""
     (action,) = decide(behind_a_long_one())
     assert isinstance(action, ScaleUp)
     assert action.devices == (4, 5, 6, 7)
@@ -119,7 +119,7 @@ def test_the_next_long_request_waits_for_the_group_that_comes():
 
 
 def test_no_group_is_claimed_for_a_long_request_that_can_wait():
-    """All others are full, so that none could merge at once: short requests go on there."""
+    """All other instances are too full to merge at once. Short requests still start on them."""
     view = behind_a_long_one()
     full = tuple(
         instance(d, 1, *(running(f"f{d}-{n}", SHORT) for n in range(9))) if d >= 4 else i

@@ -1,4 +1,4 @@
-"""Short requests begin on instances in transition where no other has room."""
+"""Short requests start on instances in transition if no other instance has room."""
 
 import pytest
 from cluster_views import TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting
@@ -19,18 +19,18 @@ POLICIES = [AmoebaPolicy, FlyingPolicy, RoundRobinPolicy, LeastLoadFirstPolicy]
 
 
 def merging(joinable_tokens: int, *requests, **fields) -> InstanceView:
-    """Four devices that become one instance."""
+    """Return an instance that four devices are merging into."""
     return instance(0, 4, *requests, transition_to=4, joinable_tokens=joinable_tokens, **fields)
 
 
 def places(policy: Policy, *instances: InstanceView, queue, num_devices: int = 4) -> list[tuple[str, int]]:
-    """Which requests go where."""
+    """Return the dispatched requests with their instances."""
     actions = policy.decide(cluster(*instances, queue=queue, num_devices=num_devices))
     return [(a.request_id, a.instance_id) for a in actions if isinstance(a, Dispatch)]
 
 
 def bound(policy: Policy, queue: list[WaitingRequest]) -> Policy:
-    """Baselines bind requests to instances before these are transformed: here to the first."""
+    """Bind requests of a baseline to the first instance, because baselines bind requests before a transformation."""
     if isinstance(policy, RoundRobinPolicy | LeastLoadFirstPolicy):
         others = [instance(device, draining=True) for device in (1, 2, 3)]
         policy.decide(cluster(instance(0, free_slots=0), *others, queue=queue, num_devices=4))
@@ -60,7 +60,7 @@ def test_one_at_a_time_as_the_parts_have_different_room(make):
 
 @pytest.mark.parametrize("make", [AmoebaPolicy, FlyingPolicy])
 def test_instances_at_rest_come_first(make):
-    """Also where they are fuller."""
+    """They come first even if they are fuller."""
     instances = merging(8_000), *(filled(device, 0.8) for device in range(4, 8))
     assert places(make(), *instances, queue=[waiting("a")], num_devices=8) == [("a", 4)]
     full = [filled(device, 1.0) for device in range(4, 8)]
@@ -72,7 +72,7 @@ def test_instances_at_rest_come_first(make):
 def test_room_for_the_long_request_that_waits_for_the_merge_is_kept(make, free: int, expected: list):
     queue = [waiting("long", TP4_LONG), waiting("short", arrival_s=1.0)]
     if make in (RoundRobinPolicy, LeastLoadFirstPolicy):
-        expected = []  # they serve in order
+        expected = []  # baselines serve in order
     policy = bound(make(), queue)
     view = merging(8_000, running("r"), free_tokens=free)
     assert places(policy, view, queue=queue) == expected
@@ -91,7 +91,7 @@ def test_urgent_requests_come_before_others():
 
 
 def test_room_is_kept_where_the_long_request_will_have_it():
-    """Two merges, and a request for each: the smaller one's room is on the instance of the lower degree."""
+    """Each of two merges has a request. Room for the smaller request is kept on the instance of the lower degree."""
     high = merging(12_000, free_tokens=60_000)
     low = instance(4, 2, transition_to=2, joinable_tokens=12_000, free_tokens=20_000)
     full = [filled(device, 1.0) for device in (6, 7)]
@@ -102,7 +102,7 @@ def test_room_is_kept_where_the_long_request_will_have_it():
 
 
 def test_no_second_group_merges_while_the_first_waits_for_its_steps():
-    """The instances of the first are there still, each to become part of one."""
+    """The instances of the first group still exist and wait for their merge."""
     waits = [instance(device, transition_to=4) for device in range(4)]
     for policy in (FlyingPolicy(), AmoebaPolicy()):
         actions = policy.decide(cluster(*waits, queue=[waiting("long", TP4_LONG)]))

@@ -1,4 +1,4 @@
-"""Policies that are replaced, and instances that an operator changes, at any moment: all requests end, none is lost."""
+"""No request is lost if policies are replaced and an operator changes instances at any moment."""
 
 import math
 
@@ -26,7 +26,7 @@ DYNAMIC = [name for name in POLICY_NAMES if name != "static"]
 
 
 class OperatorMachine(RuleBasedStateMachine):
-    """Requests come, time passes, and an operator does what it likes."""
+    """Random arrivals, delays and actions of an operator."""
 
     @initialize(name=st.sampled_from(DYNAMIC))
     def begin(self, name: str) -> None:
@@ -61,7 +61,7 @@ class OperatorMachine(RuleBasedStateMachine):
         release=st.booleans(),
     )
     def an_operator_transforms(self, change: tuple[tuple[int, ...], int], running: RunningRequests, release: bool):
-        """Or has requests pause, for which weights are kept."""
+        """Transform devices. A merge that pauses requests keeps weights."""
         devices, degree = change
         members = [i for i in self.host.executor.instances if not set(devices).isdisjoint(i.devices)]
         if len(members) > 1:
@@ -93,7 +93,7 @@ class OperatorMachine(RuleBasedStateMachine):
         assert sorted(d for i in executor.instances for d in i.devices) == list(range(NUM_DEVICES))
 
     def teardown(self) -> None:
-        """Whatever has happened, a policy that may merge serves all that is left, and splits what was merged."""
+        """Check that a policy with merges serves all remaining requests and splits all merged instances."""
         if not hasattr(self, "host"):
             return
         host, executor = self.host, self.host.executor

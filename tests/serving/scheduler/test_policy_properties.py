@@ -1,4 +1,4 @@
-"""What no policy may do in any state, and that no one starves."""
+"""Actions that are forbidden in every state, and a test against starvation."""
 
 import dataclasses
 
@@ -116,7 +116,7 @@ def check_transformation(view: ClusterView, action: ScaleUp | ScaleDown) -> None
 @given(clusters(), st.sampled_from(POLICY_NAMES), st.sampled_from([0.0, 60.0]), st.sampled_from([0.0, 1.0]))
 def test_decisions_can_be_carried_out(view: ClusterView, name: str, linger_s: float, growth: float):
     policy = make_policy(name, config=AmoebaConfig(linger_s=linger_s, reserved_growth=growth))
-    for _ in range(2):  # the second time with what the policy remembers
+    for _ in range(2):  # the second decision uses the policy's memory
         check(view, policy.decide(view))
 
 
@@ -147,7 +147,7 @@ def test_nobody_of_higher_priority_is_preempted(view: ClusterView, growth: float
     st.sampled_from([name for name in POLICY_NAMES if name != "static"]),
 )
 def test_all_requests_finish_under_a_stream_of_higher_priority(arrivals: list[tuple[float, int, int]], name: str):
-    """Urgent requests keep two devices busy all the time; every other request is served all the same."""
+    """Urgent requests keep two devices busy all the time. Every other request is still served."""
     requests = [
         (WaitingRequest(f"r{n}", total - 500, total, priority, arrival_s), 300)
         for n, (arrival_s, total, priority) in enumerate(arrivals)

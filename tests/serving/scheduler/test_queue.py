@@ -1,4 +1,4 @@
-"""Order of the queue, and who is turned away from it."""
+"""Order of the queue, and rejections."""
 
 from cluster_views import cluster, waiting
 

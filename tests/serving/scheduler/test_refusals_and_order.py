@@ -1,4 +1,4 @@
-"""What a scheduler does with actions that change nothing, that it does not know, and with old requests."""
+"""A scheduler with actions without effect, unknown actions and old requests."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,12 +26,12 @@ from serving.scheduler import (
 )
 
 KEPT = 48_000
-"""Tokens of a TP4 instance that has not released its weights."""
+"""Tokens of a TP4 instance with kept weights."""
 
 
 @dataclass
 class Cluster:
-    """Carries out transformations at once, as the engine does: one that changes nothing is refused."""
+    """Executor that transforms at once. As in the engine, a transformation without effect is refused."""
 
     view: ClusterView
     applied: list[Action] = field(default_factory=list)
@@ -58,14 +58,14 @@ class Cluster:
 
 
 def kept_weights(*requests, **fields) -> ClusterView:
-    """Four devices that an operator has merged without releasing weights, and a request of more than they hold."""
+    """Return four devices that an operator has merged with kept weights, and a request that exceeds their capacity."""
     merged = instance(0, 4, *requests, capacity_tokens=KEPT, free_tokens=KEPT - 2_000 * len(requests))
     return cluster(merged, queue=[waiting("long", TP4_LONG)], num_devices=4, **fields)
 
 
 @pytest.mark.parametrize("make", [RoundRobinPolicy, LeastLoadFirstPolicy, AmoebaPolicy])
 def test_an_instance_that_keeps_its_weights_is_split_and_merged_again(make: type):
-    """Merged again it releases them, and holds the request; nothing is asked for in vain, nor a minute waited."""
+    """After the second merge, weights are released and the request fits. No action is refused."""
     executor = Cluster(kept_weights())
     policy: Policy = make()
     scheduler = Scheduler(policy, executor)
@@ -89,12 +89,12 @@ def test_amoeba_merges_others_rather_than_split_it():
     assert action.devices == (4, 5, 6, 7)
 
 
-# What is refused stays refused
+# Refused actions
 
 
 @dataclass
 class Scripted:
-    """Decides what it is told."""
+    """Policy with given decisions."""
 
     actions: list[Any]
     name: str = "scripted"
@@ -105,7 +105,7 @@ class Scripted:
 
 @dataclass
 class Refusing:
-    """Refuses everything."""
+    """Executor that refuses every action."""
 
     view: ClusterView = field(default_factory=cluster)
     tried: list[Action] = field(default_factory=list)
@@ -161,11 +161,11 @@ def test_an_action_of_an_unknown_kind_ends_nothing(action, problem: str, caplog:
 
 
 def test_a_request_that_has_run_for_long_may_be_preempted():
-    """It was served at once, 10 minutes ago: it never waited."""
+    """It was served at once 10 minutes ago and never waited."""
     old = running("old", 11_000, priority=5, arrival_s=0)
     full = [instance(d, 1, running(f"same{d}", 11_900)) for d in range(1, 8)]
     view = cluster(instance(0, 1, old), *full, queue=[waiting("urgent", 6_000, arrival_s=600)], now_s=600)
-    assert AmoebaPolicy().decide(view) == []  # 600 s make up for five levels of priority, which is the rule of ageing
+    assert AmoebaPolicy().decide(view) == []  # with the default ageing, 600 s make up for five levels of priority
     policy = AmoebaPolicy(admission=Admission(QueueOrder(level_s=600)))
     (action,) = policy.decide(view)
     assert isinstance(action, Preempt)
@@ -173,7 +173,7 @@ def test_a_request_that_has_run_for_long_may_be_preempted():
 
 
 def test_a_request_that_starved_before_it_ran_is_not_preempted():
-    """Preempted, it would be first in the queue and take its room back."""
+    """After a preemption, it would be first in the queue and take its room back."""
     starved = running("starved", 11_000, priority=5, arrival_s=0, queued_s=400)
     full = [instance(d, 1, running(f"same{d}", 11_900)) for d in range(1, 8)]
     view = cluster(instance(0, 1, starved), *full, queue=[waiting("urgent", 6_000, arrival_s=600)], now_s=600)
@@ -183,7 +183,7 @@ def test_a_request_that_starved_before_it_ran_is_not_preempted():
 
 
 def test_time_that_a_request_ran_is_not_waiting_time():
-    """It ran for 350 of the 400 s since its arrival: it does not starve yet."""
+    """It ran for 350 of the 400 s since its arrival, so it does not starve yet."""
     order = QueueOrder(starving_s=300)
     preempted = waiting("preempted", arrival_s=0, priority=9, started=True, waiting_since_s=350)
     never_ran = waiting("never_ran", arrival_s=0, priority=9)

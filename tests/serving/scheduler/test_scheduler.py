@@ -1,4 +1,4 @@
-"""The loop between policy and executor: order, counters, log lines, back-off. And no JAX."""
+"""The loop between policy and executor: order, counters, log lines and back-off, without JAX."""
 
 import logging
 import subprocess
@@ -28,7 +28,7 @@ from serving.scheduler.scheduler import MAX_RECORDS
 
 @dataclass
 class ScriptedPolicy:
-    """Decides the same each time."""
+    """Policy with constant decisions."""
 
     actions: list[Action]
     name: str = "scripted"
@@ -39,7 +39,7 @@ class ScriptedPolicy:
 
 @dataclass
 class ScriptedExecutor:
-    """Shows a given state; refuses actions of given types."""
+    """Executor with a given state, which refuses actions of given types."""
 
     view: ClusterView = field(default_factory=cluster)
     refuses: tuple[type[Action], ...] = ()
@@ -95,7 +95,7 @@ def test_every_decision_is_one_log_line_that_says_why(caplog: pytest.LogCaptureF
 
 
 def test_a_refusal_of_what_is_on_its_way_is_no_warning(caplog: pytest.LogCaptureFixture):
-    """Programs that are being compiled, after every cold start."""
+    """After each cold start, programs are still being compiled."""
     executor = ScriptedExecutor(refuses=(ScaleUp,), soon=True)
     with caplog.at_level(logging.INFO, "amoeba.scheduler"):
         scheduler = Scheduler(ScriptedPolicy([MERGE]), executor)
@@ -171,7 +171,7 @@ def test_transformation_that_succeeds_forgets_earlier_refusals():
 
 
 def test_scheduler_imports_no_jax():
-    """Nor anything else that is not in the standard library."""
+    """It imports the standard library only."""
     code = (
         "import sys; import serving.scheduler; "
         "tops = {name.partition('.')[0] for name in sys.modules}; "

@@ -21,7 +21,7 @@ from serving.scheduler import (
 
 
 def poisson(rng: random.Random, name: str, per_minute: float, prompt: int, output: int, until_s: float) -> Arrivals:
-    """Requests with `output` generated tokens on average, at exponential intervals."""
+    """Return requests at exponential intervals, with `output` generated tokens on average."""
     arrivals, now_s = [], 0.0
     while (now_s := now_s + rng.expovariate(per_minute / 60)) < until_s:
         tokens = rng.randint(output // 2, output * 3 // 2)
@@ -32,7 +32,7 @@ def poisson(rng: random.Random, name: str, per_minute: float, prompt: int, outpu
 
 
 def mix(seed: int, until_s: float, shorts_per_minute: float = 60, longs_per_minute: float = 1) -> Arrivals:
-    """AMOEBA's: 1K-token prompts at 60 a minute and 50K-token prompts at 1 a minute."""
+    """Return AMOEBA's mix: 1K-token prompts at 60 a minute and 50K-token prompts at 1 a minute."""
     rng = random.Random(seed)
     return [
         *poisson(rng, "short", shorts_per_minute, 1_000, 250, until_s),
@@ -88,7 +88,7 @@ def test_failing_transformations_are_not_asked_for_in_every_tick():
 
 @pytest.mark.slow
 def test_amoeba_transforms_less_often_than_the_baselines_with_as_much_throughput():
-    """All split by the same rule."""
+    """All policies use the same split rule."""
     until_s = 1_200.0
     rows: dict[str, tuple[int, float]] = {}
     at_once = SplitConfig(linger_s=0)
@@ -128,7 +128,7 @@ def test_amoeba_transforms_less_often_than_the_baselines_with_as_much_throughput
 
 @pytest.mark.slow
 def test_amoeba_serves_as_much_as_the_baselines_near_the_limit():
-    """Three seeds together. And requests do not queue at one instance while others have room."""
+    """Tokens are summed over three seeds. The p99 TTFT shows that requests do not queue while instances have room."""
     until_s = 150.0
     tokens: dict[str, int] = {}
     slowest_s: dict[str, list[float]] = {}

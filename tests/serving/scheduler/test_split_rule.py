@@ -1,4 +1,4 @@
-"""When instances split: the rule that all policies share."""
+"""The split rule that all policies share."""
 
 import pytest
 from cluster_views import CAPACITY, TP2_LONG, TP4_LONG, cluster, filled, instance, running, waiting
@@ -29,7 +29,7 @@ def splits(actions: list[Action]) -> list[tuple[tuple[int, ...], int]]:
 
 
 def after(policy: Policy, *seen, now_s: float = 100.0) -> list[tuple[tuple[int, ...], int]]:
-    """What is split at `now_s` where the instances were these from 0 s on."""
+    """Return the splits at `now_s` if the instances have not changed since 0 s."""
     policy.decide(cluster(*seen, now_s=0))
     return splits(policy.decide(cluster(*seen, now_s=now_s)))
 
@@ -52,7 +52,7 @@ def test_all_policies_wait_until_half_of_the_cache_is_free(make):
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_an_instance_that_is_done_takes_no_new_requests(make):
-    """Those that waited for it go elsewhere."""
+    """Waiting requests go to other instances."""
     fuller = instance(0, 4, *(running(f"r{n}") for n in range(40)))
     queue = [waiting(f"n{n}", arrival_s=n / 100) for n in range(8)]
     actions = make(SplitConfig(linger_s=0)).decide(cluster(fuller, queue=queue, now_s=1))
@@ -79,13 +79,13 @@ def test_a_waiting_request_that_needs_tp4_keeps_the_instance():
 
 
 def test_no_partial_split_below_the_degree_that_merges_go_to():
-    """It would be merged again for the next request."""
+    """The parts would merge again for the next request."""
     policy = AmoebaPolicy(AmoebaConfig(linger_s=0, merge_to=4))
     assert after(policy, instance(0, 4, running("long", TP2_LONG))) == []
 
 
 def test_no_partial_split_into_parts_that_do_not_hold_the_long_requests():
-    """Three of 25,000 tokens on two TP2 instances of 32,000. The instance goes on as it is, and takes requests."""
+    """Three requests of 25,000 tokens do not fit on two TP2 instances of 32,000. The instance keeps taking requests."""
     merged = instance(0, 4, *(running(f"long{n}", 25_000) for n in range(3)), free_tokens=CAPACITY[4] * 6 // 10)
     policy = AmoebaPolicy(AmoebaConfig(linger_s=0))
     actions = policy.decide(cluster(merged, queue=[waiting("a")], num_devices=4))
@@ -101,8 +101,8 @@ def test_short_requests_without_room_end_lingering():
 
 
 def test_an_instance_does_not_split_while_a_preempted_long_request_is_not_waiting_yet():
-    """The last token of the long request is in flight. Another client's short request takes its place, and the
-    instance would be merged for it again."""
+    """The long request was preempted for another client's short request, and its last token is in flight. After a
+    split, the instance would merge again for the long request."""
     long = running("long", TP4_LONG, beyond_share=True)
     fillers = [instance(device, 1, running(f"r{device}", 12_000), free_tokens=0) for device in range(4, 8)]
     full = instance(0, 4, long, free_tokens=0)
@@ -120,7 +120,7 @@ def test_an_instance_does_not_split_while_a_preempted_long_request_is_not_waitin
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_an_instance_that_serves_no_one_splits_as_soon_as_its_requests_fit(make):
-    """It is closed as it is more than half full; while short requests find no other, they need not wait for half."""
+    """An instance over half full takes no requests. It splits anyway if short requests have no other instance."""
     fuller = instance(0, 4, *(running(f"r{n}") for n in range(40)))
     waits = [waiting("n")]
     policy = make(SplitConfig(linger_s=0))
@@ -144,7 +144,7 @@ def test_an_instance_whose_requests_do_not_fit_the_parts_serves_on_where_there_i
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_an_instance_is_kept_for_a_long_request_that_is_not_shown(make):
-    """The engine has preempted it, and its last token is in flight: it waits again in a moment."""
+    """The engine has preempted the request. It is back in the queue as soon as its last token arrives."""
     policy, merged = make(SplitConfig(linger_s=0)), instance(0, 4, running("short"))
     assert splits(policy.decide(cluster(merged, hidden_tokens=(1_000, TP4_LONG)))) == []
     assert splits(policy.decide(cluster(merged, hidden_tokens=(1_000,), now_s=1))) == [((0, 1, 2, 3), 1)]

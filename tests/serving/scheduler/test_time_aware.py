@@ -1,4 +1,4 @@
-"""Decisions by what steps and transformations take: SLOs of requests, second merges, slow instances."""
+"""Decisions from measured times: SLOs of requests, second merges and slow instances."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ TIMING = Timing({1: 0.04, 2: 0.03, 4: 0.02}, {1: 4_000.0, 2: 7_000.0, 4: 10_000.
 
 
 def behind_a_long_one(now_s: float = 1.0, timing: Timing = TIMING, **request: Any) -> ClusterView:
-    """A TP4 instance whose long request has 1,000 tokens to generate, 20 s, and another that waits since 1 s."""
+    """Return a TP4 instance whose long request needs 20 s for 1,000 tokens, and a request that has waited since 1 s."""
     long = running("long", TP4_LONG)
     long = dataclasses.replace(long, num_tokens=TP4_LONG - 1_000)
     queue = [waiting("next", TP4_LONG, arrival_s=1.0, **request)]
@@ -38,7 +38,7 @@ def behind_a_long_one(now_s: float = 1.0, timing: Timing = TIMING, **request: An
 
 
 def test_a_merge_without_measurement_is_estimated_from_merges_only():
-    """Splits to TP2 took 9 s, and merges to TP4 from another degree 2 s. A merge from TP1 to TP2 is unknown."""
+    """A split to TP2 took 9 s, and a merge from TP2 to TP4 took 2 s. The time of a merge to TP2 is unknown."""
     timing = dataclasses.replace(TIMING, transformations_s={(4, 2): 9.0, (2, 4): 2.0})
     members = instance(0), instance(1)
     view, request = cluster(*members, timing=timing), waiting("next", 7_000)
@@ -51,7 +51,7 @@ def decide(view: ClusterView, **config: Any) -> list[Action]:
 
 
 def test_a_long_request_has_a_second_merge_when_its_wait_would_break_the_slo():
-    """It would wait for 20 s and have its first token 5 s later; merged, after 1 s and 5 s."""
+    """Its first token would come after a wait of 20 s and 5 s more. With a merge, it comes after 1 s and 5 s more."""
     (action,) = decide(behind_a_long_one())
     assert isinstance(action, ScaleUp)
     assert action.devices == (4, 5, 6, 7)
@@ -87,7 +87,7 @@ def test_it_waits_where_a_merge_would_not_be_sooner():
 
 
 def test_no_second_merge_while_short_requests_lack_room():
-    """It would take what they wait for."""
+    """A merge would use the devices that short requests wait for."""
     view = behind_a_long_one()
     full = [instance(d, 1, free_slots=0) for d in range(4, 8)]
     (merged,) = [i for i in view.instances if i.degree == 4]
@@ -98,7 +98,7 @@ def test_no_second_merge_while_short_requests_lack_room():
 
 
 def test_requests_behind_each_other_wait_for_each_other():
-    """The second of two that wait has its first token when the first is through: 20 s, 7 s, and its prompt."""
+    """The third request waits 20 s for the first and 7 s for the second, and then computes its prompt."""
     view = behind_a_long_one()
     queue = (*view.queue, waiting("third", TP4_LONG, arrival_s=1.5))
     both = dataclasses.replace(view, queue=queue, now_s=1.5)
@@ -108,7 +108,7 @@ def test_requests_behind_each_other_wait_for_each_other():
 
 
 def test_wait_is_until_enough_has_ended():
-    """Three requests end after 2, 4 and 6 s; the second leaves enough."""
+    """Three requests end after 2, 4 and 6 s. A larger request waits for more running requests."""
     ends = [dataclasses.replace(running(f"r{n}", 10_000), num_tokens=10_000 - 100 * n) for n in (1, 2, 3)]
     view = cluster(instance(0, 2, *ends), timing=dataclasses.replace(TIMING, steps_s={2: 0.02}))
     room, (busy, *_) = Room(view, 0.0), view.instances
@@ -121,7 +121,7 @@ def test_wait_is_until_enough_has_ended():
 
 
 def test_short_requests_keep_away_from_steps_that_are_too_long():
-    """Instance 0 has the smaller load, and decode steps of 0.2 s."""
+    """Instance 0 has the smaller load, but decode steps of 0.2 s."""
     slow, fast = instance(0, 1, step_s=0.2), instance(1, 1, running("r"), step_s=0.02)
     view = cluster(slow, fast, queue=[waiting("a")], num_devices=2)
     assert [a.instance_id for a in decide(view) if isinstance(a, Dispatch)] == [1]
@@ -132,7 +132,7 @@ def test_short_requests_keep_away_from_steps_that_are_too_long():
 
 
 def long_ttfts_s(seed: int, ttft_slo_s: float | None) -> tuple[list[float], int]:
-    """Seconds to the first token of long requests of AMOEBA's mix, 20 minutes of it, and the number of merges."""
+    """Return the TTFTs of long requests in 20 minutes of AMOEBA's mix, and the number of merges."""
     rng, now_s = random.Random(seed), 0.0
     arrivals = [(WaitingRequest(f"short{n}", 1_000, 1_500, arrival_s=float(n)), 250) for n in range(1_200)]
     while (now_s := now_s + rng.expovariate(1 / 60)) < 1_200:
@@ -146,7 +146,7 @@ def long_ttfts_s(seed: int, ttft_slo_s: float | None) -> tuple[list[float], int]
 
 @pytest.mark.slow
 def test_second_merges_shorten_the_longest_waits_of_a_mix():
-    """Three seeds. Where both groups are busy already, the third long request waits all the same."""
+    """If both groups are busy, a third long request still waits."""
     late = {10.0: 0, None: 0}
     for seed in (2, 3, 4):
         with_slo, merges = long_ttfts_s(seed, 10.0)
@@ -198,7 +198,7 @@ def test_throughput_is_the_highest_of_all_devices_at_one_degree():
     [
         (Throughput(16, 100.0), Throughput(16, 90.0), True),
         (Throughput(16, 100.0), Throughput(16, 110.0), False),
-        (Throughput(16, 100.0), Throughput(4, 90.0), False),  # seen with few sequences only
+        (Throughput(16, 100.0), Throughput(4, 90.0), False),  # measured with few sequences only
         (None, Throughput(16, 90.0), False),
         (Throughput(16, 100.0), None, False),
     ],

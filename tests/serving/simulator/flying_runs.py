@@ -1,4 +1,4 @@
-"""Runs of the policy `flying` on a simulated host, with strict checks of what it asks for."""
+"""Runs of the policy `flying` on a simulated host with strict checks of its actions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from serving.simulator.tally import Ending
 from serving.simulator.transformation_cost import FixedTransformation
 
 DEGREES = (DegreeLimits(1, 12_000, 16), DegreeLimits(2, 32_000, 32), DegreeLimits(4, 80_000, 64))
-"""Merged with weights kept, instances hold 24,000 and 48,000 tokens."""
+"""With kept weights, merged instances hold 24,000 and 48,000 tokens."""
 RATES = RateStepCost(
     prefill={1: 4_000, 2: 7_000, 4: 12_000}, decode={1: 500, 2: 800, 4: 1_400}, decode_each={1: 25, 2: 40, 4: 60}
 )
 
 
 class Asked(NamedTuple):
-    """A request: when it comes, its prompt and output tokens, and its priority."""
+    """A request with its arrival time, prompt and output tokens, and priority."""
 
     at_s: float
     prompt: int = 400
@@ -33,18 +33,18 @@ class Asked(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of a run; `log` has the actions that were taken on, with their times."""
+    """Result of a run. `log` has the accepted actions with their times."""
 
     cluster: Cluster
     log: list[tuple[float, Action]]
 
     def of(self, *kinds: type) -> list[tuple[float, Action]]:
-        """Actions of some kinds, with their times."""
+        """Return the actions of some kinds with their times."""
         return [entry for entry in self.log if isinstance(entry[1], kinds)]
 
     @property
     def preemptions(self) -> list[int]:
-        """How often each request was computed again."""
+        """Number of recomputations of each request."""
         return list(self.cluster.records.preemptions)
 
     @property
@@ -54,17 +54,17 @@ class Run(NamedTuple):
 
     @property
     def tpot_s(self) -> np.ndarray:
-        """Mean seconds of each further token, of each request."""
+        """Mean seconds between tokens of each request."""
         records, table = self.cluster.records, self.cluster.requests
         return (np.array(records.end_s) - np.array(records.first_token_s)) / np.maximum(table.output_len - 1, 1)
 
     def all_completed(self) -> bool:
-        """No request was lost."""
+        """Return whether all requests completed."""
         return all(ending == Ending.COMPLETED for ending in self.cluster.records.ending)
 
 
 def table_of(asked: Sequence[Asked]) -> RequestTable:
-    """Requests as the simulator takes them, by their times."""
+    """Return requests as columns, in order of arrival."""
     ordered = sorted(asked, key=lambda it: it.at_s)
     columns = [np.array([it[field] for it in ordered]) for field in range(4)]
     arrival_s, prompt, output, priority = columns
@@ -79,7 +79,7 @@ def fly(
     policy: FlyingPolicy | None = None,
     rates: RateStepCost = RATES,
 ) -> Run:
-    """Serve requests with `flying`, to their end; what it must never ask for raises."""
+    """Serve requests with `flying` until they end. A forbidden action raises."""
     host = HostConfig(
         num_devices,
         tuple(limits for limits in DEGREES if limits.degree <= num_devices),

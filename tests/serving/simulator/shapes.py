@@ -1,4 +1,4 @@
-"""Models and configurations for tests of the simulator, which need no files."""
+"""Models and configurations for tests of the simulator, without files."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ QWEN_32B = ModelShape.from_hf(
 
 
 def config(workload: dict[str, Any] | None = None, **changes: Any) -> SimulationConfig:
-    """Eight H20 and two minutes of AMOEBA's mix, with changes. An instance of one device holds 20K tokens or so."""
+    """Return eight H20 and two minutes of AMOEBA's mix, with changes. A TP1 instance holds about 20K tokens."""
     load: dict[str, Any] = {
         "dataset_name": "mix",
         "duration_s": 120.0,

@@ -1,4 +1,4 @@
-"""Steps in a row as one event, against adding them up one by one."""
+"""Consecutive steps as one event, compared with a sum over single steps."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ firsts, slopes, counts = st.floats(1e-3, 1.0), st.floats(0, 1e-3), st.integers(1
 
 
 def ends(block: Block, steps: int) -> list[float]:
-    """When each step ends, added up."""
+    """Return the end of each step, added up step by step."""
     found, now_s = [], block.start_s
     for step in range(steps):
         now_s += block.first_s + block.slope_s * step

@@ -1,4 +1,4 @@
-"""Costs against arithmetic, measured profiles and measured steps."""
+"""Costs, compared with arithmetic, measured profiles and measured steps."""
 
 import csv
 import gzip
@@ -75,7 +75,7 @@ def test_all_profiles_are_checked(shared_data: Path):
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_linear_operators_at_held_out_points(shared_data: Path, name: str):
-    """A fifth of the token counts is held out: median error at most 5%, 90th percentile at most 10%."""
+    """A fifth of the token counts is held out. The median error is at most 5%, and the 90th percentile at most 10%."""
     points = read_points(shared_data / "profiles" / name)
     counts = sorted({point.tokens for point in points})
     held = set(np.random.default_rng(0).choice(counts[1:-1], len(counts) // 5, replace=False).tolist())
@@ -92,7 +92,7 @@ def test_linear_operators_at_held_out_points(shared_data: Path, name: str):
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_roofline_stands_in_for_matrices_that_were_not_measured(shared_data: Path, name: str):
-    """The efficiencies were fitted to these profiles; interpolation has a smaller error."""
+    """The efficiencies were fitted to these profiles. Interpolation has a smaller error."""
     device = find_device({"a100": "A100-80", "h100": "H100"}[name[:4]])
     ratios = [
         (device.launch_s + roofline_s(device, p.inputs, p.outputs, p.tokens, 2)) / p.seconds
@@ -121,14 +121,14 @@ EIGHT_KV_HEADS = replace(QWEN_32B, num_layers=1, num_heads=32, num_kv_heads=8, h
 
 @pytest.mark.parametrize(("sequences", "tokens", "measured_us"), [(64, 4096, 429), (256, 1024, 443), (8, 32_768, 424)])
 def test_decode_attention_is_the_one_measured_on_an_h100(sequences: int, tokens: int, measured_us: float):
-    """docs/kernels.md, 32 query heads and 8 KV heads of size 128."""
+    """docs/kernels.md: 32 query heads and 8 KV heads of size 128."""
     cost = ModelStepCost(EIGHT_KV_HEADS, find_device("H100"))
     assert cost.context_s(1) * sequences * tokens == pytest.approx(measured_us * 1e-6, rel=0.15)
 
 
 @pytest.mark.parametrize(("context", "measured_us"), [(0, 176), (32_768, 3214)])
 def test_prompt_attention_is_the_one_measured_on_an_h100(context: int, measured_us: float):
-    """docs/kernels.md, a chunk of 2,048 tokens."""
+    """docs/kernels.md: a chunk of 2,048 tokens."""
     cost = ModelStepCost(EIGHT_KV_HEADS, find_device("H100"))
     pairs = prompt_pairs(context, 2048) + 2048 * PROMPT_EXTRA_KEYS
     assert cost.pair_s(1) * pairs == pytest.approx(measured_us * 1e-6, rel=0.15)
@@ -136,8 +136,8 @@ def test_prompt_attention_is_the_one_measured_on_an_h100(context: int, measured_
 
 @pytest.mark.parametrize("name", device_names())
 def test_a_decode_step_reads_all_weights_and_little_else(name: str):
-    """All weights but the embedding, and in each layer 11 operators (four products, attention, two norms, activation,
-    rotary positions, two sums) and two all-reduces."""
+    """The step reads all weights except the embedding. A layer has two all-reduces and 11 operators: four products,
+    attention, two norms, activation, rotary positions and two sums."""
     device = find_device(name)
     cost = ModelStepCost(QWEN_32B, device)
     read_bytes = 65.53e9 - 2 * 152_064 * 5120
@@ -184,7 +184,7 @@ def test_buckets_are_the_engines():
     from amoeba_jax.programs.buckets import Buckets
 
     for seqs, tokens, degree in ((8, 128, 1), (32, 512, 1), (4, 32, 1), (8, 128, 4), (1, 64, 4), (3, 64, 2)):
-        engine, mine = Buckets(seqs * degree, tokens, 1), EngineBuckets(seqs, tokens)  # as `CompilePlan` has them
+        engine, mine = Buckets(seqs * degree, tokens, 1), EngineBuckets(seqs, tokens)  # as in `CompilePlan`
         assert mine.chunk_sizes == engine.chunk_sizes
         for length in (1, 9, 16, 31, 40, 64, 127, 128, 500, 2000):
             assert mine.chunk_size(length) == engine.chunk_size(length)
@@ -196,7 +196,7 @@ def test_buckets_are_the_engines():
 
 
 def test_moves_are_those_of_the_planner():
-    """A quarter of pages by heads stays on each of four devices that merge."""
+    """If four devices merge, a quarter of each device's KV cache stays in place."""
     assert count_moves(1, 2, 100).share == 0.5
     assert count_moves(1, 4, 100).share == 0.75
     assert count_moves(1, 4, 400).phases_per_page == pytest.approx(count_moves(1, 4, 200).phases_per_page, rel=0.5)
@@ -213,7 +213,7 @@ def test_phases_are_those_of_the_engine():
 
 @pytest.mark.parametrize(("name", "prefix"), [("A100-80", "a100"), ("H100", "h100")])
 def test_two_devices_exchange_a_phase_in_the_time_of_a_profile(shared_data: Path, name: str, prefix: str):
-    """Sends of 1 MiB: nothing of the model was fitted to them."""
+    """No constant of the model was fitted to these sends of 1 MiB."""
     with gzip.open(shared_data / "profiles" / f"{prefix}_dgx_send_recv.csv.gz", "rt") as file:
         measured = [
             float(row["time_stats.send_recv.median"]) / 1e3
@@ -227,7 +227,7 @@ def test_two_devices_exchange_a_phase_in_the_time_of_a_profile(shared_data: Path
 
 
 def test_layers_switch_in_the_time_of_their_phases():
-    """55,520 tokens of each of four H20, three quarters of them in 163 phases of 16 pages."""
+    """Each of four H20 has 55,520 tokens, and three quarters move in 163 phases of 16 pages."""
     device, pages = find_device("H20"), 3470
     sent_bytes = 0.75 * pages * 65_536
     expected_s = sent_bytes / (0.753 * 450e9) + 4 * sent_bytes / (0.6 * 4e12)

@@ -1,4 +1,4 @@
-"""The rules of the policy `flying`, each by what comes of it on a simulated host."""
+"""Rules of the policy `flying`, tested on a simulated host."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving.scheduler import FlyingConfig, FlyingPolicy, Preempt, ScaleDown, ScaleUp, make_policy
 
 BUSY = [Asked(0.2 * n, output=300) for n in range(60)]
-"""What keeps four devices busy: best-effort requests for 25 s."""
+"""Best-effort requests that keep four devices busy for 25 s."""
 URGENT = [Asked(2.0 + 3 * n, output=60, priority=-1) for n in range(5)]
 ALL = (0, 1, 2, 3)
 
@@ -23,7 +23,7 @@ def urgent(run: Run) -> np.ndarray:
 
 
 def alone() -> Run:
-    """An urgent request on a group that is there and idle."""
+    """Return a run of one urgent request on an idle group."""
     return fly([Asked(0.0, output=60, priority=-1)], degrees_at_start=(4,))
 
 
@@ -88,24 +88,24 @@ def test_a_request_that_is_not_urgent_waits_while_others_pause():
 
 
 def test_an_urgent_request_that_lacks_pages_takes_those_of_paused_ones():
-    """Each device has 11,000 of its 12,000 tokens in use; it needs 8,000 of 48,000."""
+    """Each device uses 11,000 of its 12,000 tokens. The urgent request needs 8,000 of 48,000."""
     full = [Asked(0.0, 10_900, 600) for _ in ALL]
     run = fly([*full, Asked(8.0, 8_000, 60, priority=-1)], FlyingConfig(calm_requests=1e-6))
     assert run.all_completed()
     assert len(run.of(Preempt)) == sum(run.preemptions) == 4
 
 
-# For how long
+# Length of pauses
 
 
 def endless(config: FlyingConfig | None = None) -> Run:
-    """Urgent requests that keep a group busy for a minute."""
+    """Return a run with urgent requests that keep a group busy for a minute."""
     best_effort = [Asked(0.5 * n, output=200) for n in range(60)]
     return fly([*best_effort, *(Asked(1.0 + 0.9 * n, output=60, priority=-1) for n in range(66))], config)
 
 
 def pauses(run: Run, device: int) -> list[tuple[float, float]]:
-    """When requests of a device paused, and when they went on."""
+    """Return the start and end times of the pauses on a device."""
     found, since = [], None
     for at_s, action in run.of(ScaleUp, ScaleDown):
         if device in action.devices and isinstance(action, ScaleUp) and action.running == "pause":
@@ -136,7 +136,7 @@ def test_after_a_pause_requests_have_as_much_time():
 
 
 def test_short_pauses_add_up():
-    """Each is of a second, and between two there is a tenth of one."""
+    """Each pause lasts a second, with a tenth of a second between two pauses."""
     busy = [Asked(0.01 * n, output=800) for n in range(60)]
     stream = [Asked(2.0 + 1.15 * n, output=60, priority=-1) for n in range(20)]
     run = fly([*busy, *stream], FlyingConfig(max_pause_s=4.0))
@@ -151,7 +151,7 @@ def test_short_pauses_add_up():
 
 
 def phases(low: float, high: float, seed: int, seconds: int = 60, count: int = 8) -> list[Asked]:
-    """Low and high rates in turn, each second 30% more or less at most, and Poisson arrivals."""
+    """Return Poisson arrivals with alternating low and high rates, which vary by up to 30% from second to second."""
     random = np.random.default_rng(seed)
     asked = []
     for phase in range(count):
@@ -179,7 +179,7 @@ def test_load_causes_one_change_a_phase_under_noise(seed: int):
     "rate", [0.5, 1.0, 2.0, 3.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (4.0, 5.0, 6.0, 8.0))]
 )
 def test_noise_about_any_load_causes_one_change_at_most(rate: float):
-    """Also about the limits themselves."""
+    """This also holds for rates at the limits."""
     for seed in range(2):
         run = fly(phases(rate, rate, seed, seconds=30, count=8))
         assert len(run.of(ScaleUp, ScaleDown)) <= 1, f"{rate} a second"
@@ -187,7 +187,7 @@ def test_noise_about_any_load_causes_one_change_at_most(rate: float):
 
 @pytest.mark.slow
 def test_a_light_load_is_served_sooner_than_by_data_parallel_and_a_burst_as_soon():
-    """TTFT and TPOT of the first low phase are a group's; of bursts those of four instances."""
+    """The first low phase has the latency of a group. Bursts have the TTFT of four instances."""
     asked = phases(0.75, 10.0, 0)
     flying, never = fly(asked), fly(asked, FlyingConfig(calm_requests=1e-6))
     arrival_s = flying.cluster.requests.arrival_s
@@ -198,7 +198,7 @@ def test_a_light_load_is_served_sooner_than_by_data_parallel_and_a_burst_as_soon
 
 
 def test_a_short_request_without_room_has_groups_split():
-    """However the mean is."""
+    """The mean load does not matter."""
     asked = [Asked(20.0 + 0.001 * n, 100, 400) for n in range(200)]
     run = fly(asked, FlyingConfig(load_window_s=1e6))
     down_s = next(at_s for at_s, action in run.of(ScaleDown))
@@ -240,7 +240,7 @@ def test_a_group_that_keeps_weights_splits_for_a_request_that_needs_them_release
     assert run.all_completed()
 
 
-# Whatever comes
+# Random requests
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
@@ -261,7 +261,7 @@ asked = st.builds(
     st.sampled_from([0.5, 3.0]),
 )
 def test_all_requests_end_whatever_comes(requests: list[Asked], preemption, start: tuple[int, ...], max_pause_s: float):
-    """With strict checks of each action."""
+    """Each action is checked strictly."""
     config = FlyingConfig(preemption=preemption, max_pause_s=max_pause_s, dwell_s=2.0)
     run = fly(requests, config, degrees_at_start=start)
     fits = [it for it in requests if it.prompt + it.output <= DEGREES[-1].capacity_tokens]
@@ -271,10 +271,10 @@ def test_all_requests_end_whatever_comes(requests: list[Asked], preemption, star
 @settings(max_examples=25, phases=NO_SHRINKING)
 @given(st.lists(asked, min_size=5, max_size=40), st.sampled_from(["amoeba", "static", "round_robin", "amoeba_paper"]))
 def test_requests_that_paused_go_on_under_another_policy(requests: list[Asked], name: str):
-    """`SetPolicy` while some are paused."""
+    """`SetPolicy` is called while requests are paused."""
 
     class Replaced(FlyingPolicy):
-        """Another policy decides from 2 s after the first pause on."""
+        """Policy that another policy replaces 2 s after the first pause."""
 
         pauses = True
         since_s: float | None = None
@@ -293,8 +293,7 @@ def test_requests_that_paused_go_on_under_another_policy(requests: list[Asked], 
 
 
 def test_a_group_for_urgent_requests_is_not_split_for_long_ones():
-    """An urgent stream and one long request: splitting for the long one, and merging again for the urgent ones, served
-    no one."""
+    """If a group split for the long request and merged again for each urgent request, no request would be served."""
     urgent = [Asked(n * 3.0, 9_000, 300, -10) for n in range(30)]
     ran = fly([*urgent, Asked(7.0, 19_500, 300)])
     assert ran.all_completed()

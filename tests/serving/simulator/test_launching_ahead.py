@@ -1,4 +1,4 @@
-"""Instances that launch a step when the one before begins, as the engine does."""
+"""Instances that launch a step when the previous step begins, as the engine does."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def serve(
     ahead: bool,
     latency_s: float = 0.0,
 ) -> Cluster:
-    """Prompts of 16 tokens, in steps of 20 ms; tokens of 10 ms."""
+    """Serve prompts of 16 tokens. A prompt step takes 20 ms, and a decode step 10 ms."""
     count = len(arrivals)
     table = RequestTable(
         np.array(arrivals), np.full(count, 16), np.array(outputs), np.array(outputs), np.zeros(count, int)
@@ -40,14 +40,14 @@ def serve(
 
 @pytest.mark.parametrize(("ahead", "first_token_s"), [(False, 0.090), (True, 0.100)])
 def test_a_request_joins_the_step_after_the_one_that_is_launched(ahead: bool, first_token_s: float):
-    """It comes at 65 ms, in the step from 60 to 70 ms: the next one, to 80 ms, is launched at 60, or else at 70."""
+    """It comes at 65 ms, in the step from 60 to 70 ms. With launching ahead, the step to 80 ms is already launched."""
     records = serve([0.0, 0.065], [50, 5], ahead).records
     assert records.first_token_s[0] == pytest.approx(0.020)
     assert records.first_token_s[1] == pytest.approx(first_token_s)
 
 
 def test_nothing_is_launched_ahead_where_nothing_is_left_to_compute():
-    """The first request's last token comes with the step in which the second one arrives."""
+    """The second request arrives in the step that computes the last token of the first."""
     records = serve([0.0, 0.025], [2, 5], True).records
     assert records.end_s[0] == pytest.approx(0.030)
     assert records.first_token_s[1] == pytest.approx(0.050)
@@ -78,7 +78,7 @@ def test_a_step_with_a_prompt_has_rows_for_decodes_already():
 
 
 def test_preempting_a_request_leaves_the_running_step_to_the_others():
-    """Two decode; one goes at 35 ms, in the step that ends at 40 ms: the other still gets that step's token."""
+    """One of two requests is preempted at 35 ms. The other still gets the token of the step that ends at 40 ms."""
     records = Records(2)
     limits = (DegreeLimits(1, 4096, 8),)
     config = HostConfig(1, limits, Pricing(DECODES, TokenBudget(64)), FixedTransformation(), (1,), strict=True)

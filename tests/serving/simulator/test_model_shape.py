@@ -1,4 +1,4 @@
-"""Sizes of models against published parameter counts, checkpoints and configurations."""
+"""Sizes of models, compared with published parameter counts, checkpoints and configurations."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-"""As transformers counts them."""
+"""Parameter counts in transformers."""
 CHECKPOINTS = {"gpt-oss-20b": 12.8 * 2**30, "gpt-oss-120b": 60.8 * 2**30}
 """Bytes of the published checkpoints (model card of gpt-oss, table 1)."""
 DEEPSEEK_V3: dict[str, Any] = {
@@ -121,7 +121,7 @@ def test_layers_with_sliding_windows_are_counted(change: dict, share: float | No
 
 
 def test_attention_of_sliding_layers_ends_at_the_window():
-    """Against a sum over all tokens of a chunk."""
+    """The reference is a sum over all tokens of a chunk."""
     for start, length in ((0, 5), (0, 40), (10, 20), (30, 8)):
         pairs = sum(min(start + place, 16) for place in range(1, length + 1))
         assert prompt_pairs(start, length, 16) == pairs
@@ -135,7 +135,7 @@ def test_attention_of_sliding_layers_ends_at_the_window():
 
 
 def test_a_step_reads_the_experts_that_its_tokens_use(shared_data: Path):
-    """Qwen3-30B-A3B: 8 of 128 experts for one token, nearly all for 128 tokens."""
+    """Qwen3-30B-A3B uses 8 of 128 experts for one token, and nearly all for 128 tokens."""
     shape = ModelShape.read(shared_data / "configs" / "Qwen3-30B-A3B")
     cost = ModelStepCost(shape, find_device("H100"))
     rate = find_device("H100").memory_bandwidth * find_device("H100").memory_efficiency

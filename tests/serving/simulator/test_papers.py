@@ -1,4 +1,4 @@
-"""What `benchmarks/papers.py` prints beside the papers' numbers."""
+"""Results of `benchmarks/papers.py`, compared with the papers' numbers."""
 
 import io
 import re
@@ -31,24 +31,24 @@ def rows() -> list[papers.Row]:
 
 
 def misses() -> list[papers.Row]:
-    """The rows whose numbers differ by a factor above 5 / 3."""
+    """Return the rows whose numbers differ by a factor above 5 / 3."""
     return [row for row in rows() if row.ratio is not None and not 0.6 < row.ratio < 1 / 0.6]
 
 
 def trusted(where: str) -> list[str]:
-    """The lines of the table in the document that begin with a place."""
+    """Return the lines of the document's table that begin with a place."""
     text = DOCUMENT.read_text().split("## How far to trust it")[1].split("\n## ")[0]
     return [line for line in text.splitlines() if line.startswith(f"| {where}")]
 
 
 def states(line: str, value: float | None, rel: float = 0.05) -> bool:
-    """Whether a line has this number, rounded."""
+    """Return whether a line has this number, rounded."""
     numbers = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", line)]
     return any(number == pytest.approx(value, rel=rel) for number in numbers)
 
 
 def found(where: str, what: str) -> papers.Row:
-    """The one row of a place that begins so."""
+    """Return the only row whose place and quantity begin with these texts."""
     (row,) = [row for row in rows() if row.where.startswith(where) and row.what.startswith(what)]
     return row
 
@@ -56,13 +56,13 @@ def found(where: str, what: str) -> papers.Row:
 @pytest.mark.first_by_default
 @pytest.mark.parametrize("what", ["TP4 context", "TP2 context", "TP4 tokens/s", "TP2 tokens/s", "TP1 tokens/s"])
 def test_table_1_of_amoeba_from_two_degrees(what: str):
-    """Contexts within 5%, tokens/s within 15%. (The context at TP1 is the difference of two numbers ten times as
-    large.)"""
+    """Contexts agree within 5%, and tokens/s within 15%. The context at TP1 is left out: it is the difference of two
+    numbers ten times as large."""
     assert found("AMOEBA Table 1", what).ratio == pytest.approx(1, abs=0.05 if "context" in what else 0.15)
 
 
 def test_figure_12_runs_with_the_sizes_of_the_paper():
-    """14.3 GB of activations (2.3), and the contexts of Table 1 to a page."""
+    """Activations take 14.3 GB (2.3). The contexts are from Table 1, rounded to pages."""
     assert papers.ACTIVATION_GB == 14.3
     assert papers.TABLE_1 == {1: 3744, 2: 41_248, 4: 120_496}
     (point,) = papers.sweep(("amoeba", *papers.FIXED), (60,), (64,), 1, 30.0, papers.TABLE_1)
@@ -70,7 +70,7 @@ def test_figure_12_runs_with_the_sizes_of_the_paper():
 
 
 def test_figure_12_is_simulated_with_these_sizes(monkeypatch: pytest.MonkeyPatch):
-    """All 96 GB of an H20 less weights and 14.3 GB: 61.7K tokens at TP1. Or the contexts of Table 1."""
+    """The cache is 96 GB less weights and 14.3 GB, which is 61.7K tokens at TP1, or has the contexts of Table 1."""
     capacities = []
 
     def served(*arguments: Any) -> PolicyResult:
@@ -100,7 +100,7 @@ def test_misses_are_printed_with_their_ratios():
 
 
 def test_the_document_names_all_misses():
-    """Each with the number of the paper and of the twin, so that a new cost model makes this test fail."""
+    """Each line has the numbers of the paper and of the twin, so that a new cost model makes this test fail."""
     for row in misses():
         lines = trusted(row.where)
         assert any(states(line, row.paper) and states(line, row.twin) for line in lines), (row, lines)
@@ -139,11 +139,11 @@ def test_comparators_are_within_20_percent_of_published_numbers_that_they_were_n
 
 
 def test_seesaw_takes_as_many_times_longer_as_its_links_are_slower():
-    """Nothing is fitted: bytes over links, copies, and 163 phases in each layer in place.
+    """Nothing is fitted. The times are bytes over links, copies, and in place 163 phases for each layer.
 
     Seesaw moves the whole cache twice, and a quarter of the weights, over a link of 50 GB/s. In place, three quarters
-    of the cache move once over a link of 339 GB/s. AMOEBA measured 41 times (2.4), and 97.2% less, which is 36 times
-    (Figure 11).
+    of the cache move once over a link of 339 GB/s. AMOEBA reports factors of 41 (2.4) and 36 (97.2% less,
+    Figure 11).
     """
     kv_bytes = 0.9 * (96e9 - 65.53e9 - 14.3e9)
     seesaw_s = (2 * kv_bytes + 65.53e9 / 4) / 50e9
@@ -154,7 +154,7 @@ def test_seesaw_takes_as_many_times_longer_as_its_links_are_slower():
 
 
 def test_each_difference_over_15_percent_has_a_cause():
-    """And each cause is of a row that is printed: of these rows, or of a load (`slow` below)."""
+    """Each cause also belongs to a printed row, either of these rows or of a slow test."""
     assert [row for row in rows() if row.differs and not cause(row)] == []
     for where, what, _ in CAUSES:
         named = [row for row in rows() if row.where.startswith(where) and what in row.what]
@@ -162,13 +162,13 @@ def test_each_difference_over_15_percent_has_a_cause():
 
 
 def test_released_weights_are_unmapped_in_the_time_of_figure_10():
-    """19,440 pages of 2 MiB at 25.6 us each: 1% below 620 ms less 18.9%. So the time is of all 64 layers."""
+    """19,440 pages of 2 MiB at 25.6 us take 498 ms, 1% below 81.1% of 620 ms. So the time covers all 64 layers."""
     assert 0.75 * papers.QWEN.ffn_bytes / 2**21 == 19_440
     assert found("AMOEBA Figure 10a", "weights").ratio == pytest.approx(1, abs=0.02)
 
 
 def test_sequence_parallelism_beside_tensor_parallelism_by_batch_and_length():
-    """All 24 bars of LoongServe's Figure 3, not only their means."""
+    """All 24 bars of LoongServe's Figure 3 are compared, not only their means."""
     pairs = [pair for found in published_mechanisms.figure_3_ratios(papers.LLAMA_7B).values() for pair in found]
     assert len(pairs) == 24
     assert sum(own == pytest.approx(paper, rel=0.15) for paper, own in pairs) >= 22
@@ -177,7 +177,7 @@ def test_sequence_parallelism_beside_tensor_parallelism_by_batch_and_length():
 
 
 def test_cocoserve_replicas_raise_throughput_in_the_order_of_the_paper():
-    """And never above Equation 4, to which the simulation adds communication and the ends of the burst."""
+    """Throughput stays below Equation 4, because the simulation adds communication and the ends of the burst."""
     latency, *rows = cocoserve_paper.figure_6(papers.LLAMA_13B, 1)
     assert latency[3] == pytest.approx(latency[1], rel=0.15)
     by_layers = [row for row in rows if "p = 4" not in row[0]]
@@ -192,7 +192,7 @@ def test_memory_of_cocoserve_instances_with_replicas():
 
 @pytest.mark.slow
 def test_cocoserve_doubles_the_load_within_the_objectives():
-    """On two devices; nothing about it was fitted."""
+    """The run has two devices. Nothing was fitted."""
     rows = {name: (paper, found) for name, paper, found, fitted in cocoserve_paper.figure_11(papers.LLAMA_13B)}
     paper, found = rows["cocoserve on 2 devices: attainment falls below 90% (requests/s)"]
     assert found == pytest.approx(paper, rel=0.15)
@@ -200,8 +200,8 @@ def test_cocoserve_doubles_the_load_within_the_objectives():
 
 @pytest.mark.slow
 def test_flying_serving_in_bursts_and_with_priorities():
-    """The paper's relations to its static rows, of one seed: 1.04 of static DP's TTFT in bursts, 0.97 of its peak; 1.09
-    of static TP's TPOT for urgent requests."""
+    """One seed is compared with the paper's ratios. In bursts, TTFT is 1.04 and the peak 0.97 of static DP. For urgent
+    requests, TPOT is 1.09 of static TP."""
     (dp_s, *_, dp_peak), (own_s, *_, own_peak) = (
         flying_paper.figure_8(papers.LLAMA_70B, policy, 1) for policy in ("static-tp2", "flying")
     )

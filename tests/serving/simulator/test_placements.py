@@ -1,4 +1,4 @@
-"""Placement changes in the simulator: costs and capacity by hand, refusals, and no request lost."""
+"""Placement changes in the simulator: costs and capacities by hand, refusals, and no lost request."""
 
 import dataclasses
 import random
@@ -42,13 +42,13 @@ LAYERS = 64
 
 
 def host(instances: int = 1, **fields) -> HostConfig:
-    """Qwen2.5-32B on four H20 of 141 GB, with instances on the first devices."""
+    """Return Qwen2.5-32B on four H200, with instances on the first devices."""
     setup = make_setup(config(num_devices=4, device="H200", instances_at_start=instances), "cocoserve")
     return dataclasses.replace(setup.host, **fields)
 
 
 class Scripted:
-    """A policy that dispatches as `static` does, and requests given actions at given times."""
+    """A policy that dispatches like `static` and requests given actions at given times."""
 
     name = "scripted"
 
@@ -69,7 +69,7 @@ def table(count: int = 40, every_s: float = 0.5, prompt: int = 400, output: int 
 
 
 class Run:
-    """A run of a script on a host, to the end of all requests."""
+    """A run of a script on a host until all requests end."""
 
     def __init__(self, script: dict[float, list[Action]], requests: RequestTable | None = None, **fields):
         self.policy = Scripted(script)
@@ -89,7 +89,7 @@ class Run:
         return self.cluster.hosts[0].scheduler.counters.refused
 
     def check_nothing_lost(self) -> None:
-        """All requests completed with all their tokens, and no request was computed again."""
+        """Check that all requests completed with all their tokens and without recomputation."""
         records, requests = self.cluster.records, self.cluster.requests
         assert all(ending == Ending.COMPLETED for ending in records.ending)
         assert self.cluster.tally.generated_tokens == requests.output_len.sum()
@@ -109,7 +109,7 @@ def spread_of(instance: SimInstance) -> Spread:
 
 
 def test_step_over_replicated_layers_takes_the_time_of_equation_4():
-    """With steps that grow with the batch, and 20 of 64 layers on two devices."""
+    """Step times grow with the batch, and 20 of 64 layers are on two devices."""
     made = executor(Replicate(0, (10, 30), 1))
     spread, pricing = spread_of(made.instances[0]), made.config.pricing
     whole, half = (pricing.fixed_s(1, StepShape(rows)) + pricing.context_s(1) * rows * 1000 for rows in (64, 32))
@@ -223,7 +223,7 @@ def test_scale_in_moves_the_sequences_and_empties_the_device():
 
 
 def test_offloaded_requests_continue_without_recomputation():
-    """They wait until the instance has slots again."""
+    """They wait until the instance has free slots again."""
     run = Run({4.0: [LimitBatch(0, 2), *(Offload(f"r{n}") for n in range(2, 8))], 8.0: [LimitBatch(0, None)]})
     run.check_nothing_lost()
     views = run.policy.views
@@ -306,7 +306,7 @@ def wave(**fields):
 
 
 def test_square_wave_causes_few_changes_at_its_edges_and_none_between():
-    """A phase has 120 s. Each rise needs up to three further instances, each fall ends them."""
+    """A phase lasts 120 s. Each rise needs up to three more instances, and each fall ends them."""
     setup, requests = make_setup(wave(), "cocoserve"), request_table(wave())
     cluster = Cluster([(setup.host, setup.make_policy)], requests, OneHost(), keep_log=True)
     cluster.run(LoopConfig(drain_s=600))
@@ -324,7 +324,7 @@ def test_square_wave_causes_few_changes_at_its_edges_and_none_between():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_host_refuses_nothing_that_the_policy_requests(seed: int):
-    """Under random loads and settings, with long requests that merge devices. A refusal raises."""
+    """Loads and settings are random, and long requests merge devices. A refusal raises."""
     rng = random.Random(seed)
     load = {
         "dataset_name": "mix", "duration_s": 100.0, "seed": seed, "short_per_minute": rng.choice([60.0, 240.0]),
@@ -345,7 +345,7 @@ def test_the_host_refuses_nothing_that_the_policy_requests(seed: int):
 
 
 def test_constant_overload_ends_in_a_state_without_changes():
-    """An SLO that no placement meets: each instance tries one smaller batch, and then nothing more changes."""
+    """No placement meets the SLO. Each instance tries one smaller batch, and then nothing changes."""
     load = {"dataset_name": "random", "duration_s": 400.0, "request_rate": 4.0, "random_output_len": 300}
     settings = config(load, num_devices=2, device="H200", policy_config=AmoebaConfig(tpot_slo_s=1e-3))
     setup, requests = make_setup(settings, "cocoserve"), request_table(settings)
@@ -357,7 +357,7 @@ def test_constant_overload_ends_in_a_state_without_changes():
 
 
 def test_replicas_leave_before_a_long_request_merges_their_devices():
-    """And the merged instance serves it. Without this policy the host refuses the merge."""
+    """The merged instance then serves the request. Without this policy, the host refuses the merge."""
     setup = make_setup(config(num_devices=2), "cocoserve")
     capacity = setup.host.limits[0].capacity_tokens
     placed = Replicate(0, (0, 20), 1), Migrate(1, (60, 64), 0)

@@ -31,7 +31,7 @@ from serving.simulator.tally import Ending, Limit
 
 
 def trace(tmp_path: Path, *rows: str, header: str = "arrival_s,input_tokens,output_tokens") -> WorkloadConfig:
-    """A workload of the rows of a CSV file."""
+    """Return a workload from rows of a CSV file."""
     path = tmp_path / "mine.csv"
     path.write_text("\n".join([header, *rows]) + "\n")
     return WorkloadConfig(dataset_name="trace", trace=path)
@@ -183,7 +183,7 @@ def test_each_policy_names_what_limits_it():
 
 
 def test_one_possible_degree_is_told():
-    """70B on H100: `amoeba` copies attention weights, so that only TP4 fits, with less cache than a static layout."""
+    """70B on H100: `amoeba` copies attention weights, so only TP4 fits, with less cache than a static layout."""
     model = replace(QWEN_32B, hidden_size=8192, ffn_size=28672, num_heads=64, num_layers=80)
     settings = SimulationConfig(model, WorkloadConfig(num_prompts=4, request_rate=1.0), "H100")
     amoeba, static = (simulate(settings, name) for name in ("amoeba", "static-tp4"))
@@ -218,7 +218,7 @@ def test_a_mixed_layout_of_equal_instances_is_refused():
 
 @pytest.mark.parametrize("name", ["kunserve", "shift", "seesaw", "loongserve"])
 def test_comparators_do_not_fall_back_to_other_limits(name: str):
-    """70B in bf16 on H100: a device cannot hold all weights, nor two copies of a part."""
+    """70B in bf16 on A100-40: a device can hold neither all weights nor two copies of a part."""
     model = replace(QWEN_32B, hidden_size=8192, ffn_size=28672, num_heads=64, num_layers=80)
     settings = SimulationConfig(model, WorkloadConfig(), "A100-40", activation_gb=30.0)
     with pytest.raises(DoesNotFitError, match="fits at no degree"):
@@ -278,7 +278,7 @@ def test_disaggregated_instances_compute_prompts_or_decode():
 
 
 def test_disaggregation_holds_pages_until_a_decode_instance_has_room():
-    """More requests at once than the decode instance has slots for."""
+    """More requests arrive at once than the decode instance has slots."""
     load = {"dataset_name": "random", "num_prompts": 40, "duration_s": None, "random_output_len": 50}
     settings = config(load, max_num_seqs=2)
     result = simulate(settings, "disaggregated:tp4x1+tp4x1")
@@ -351,7 +351,7 @@ def test_a_sweep_prints_goodput_of_all_policies_at_each_rate(tmp_path: Path, cap
 def test_a_search_tells_each_trial_before_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    """Without a terminal. The table goes to another stream."""
+    """Without a terminal, progress goes to stderr and the table to stdout."""
     settings = config(
         {"duration_s": 10.0, "long_per_minute": 0.0, "short_per_minute": 600.0}, slo=Slo(ttft_s=1.0),
         policies=("static-tp1", "static-tp4"),
@@ -422,7 +422,6 @@ def test_sensitivity_says_which_conclusions_survive():
 
 
 def test_a_conclusion_that_is_reversed_is_told():
-    """TP1 and TP4 with an idle cluster: the order of their TTFT depends on the latency of all-reduces."""
     from serving.simulator.sensitivity import Conclusion
 
     text = Conclusion("a", "b", ("kernel_s +20%",), ("link_efficiency -20%",)).text(14)
@@ -435,7 +434,7 @@ def test_a_conclusion_that_is_reversed_is_told():
 
 
 def policy_of_the_document(tmp_path: Path) -> Path:
-    """A file with shortest job first, as docs/extending.md prints it."""
+    """Write the shortest-job-first policy of docs/extending.md to a file."""
     text = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
     path = tmp_path / "my_policy.py"
     path.write_text(textwrap.dedent(text.split("   ```python\n")[1].split("   ```\n")[0]))

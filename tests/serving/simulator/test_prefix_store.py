@@ -1,4 +1,4 @@
-"""Which prefixes a simulated instance still has."""
+"""Prefixes that a simulated instance still has."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def blocks(*ids: int) -> PromptBlocks:
 
 
 def computed(store: PrefixStore, *ids: int) -> PromptBlocks:
-    """A request whose prompt was computed and that has ended."""
+    """Add the prompt of a request that has ended, and return it."""
     prompt = blocks(*ids)
     store.add(prompt)
     store.release(prompt)
@@ -30,7 +30,7 @@ def computed(store: PrefixStore, *ids: int) -> PromptBlocks:
 
 
 def found(store: PrefixStore, *ids: int, prompt_tokens: int = 1 << 20) -> int:
-    """Tokens that a prompt finds, which then ends."""
+    """Return the tokens that a prompt finds, and release the prompt."""
     prompt = blocks(*ids)
     tokens = store.find(prompt, prompt_tokens)
     store.release(prompt)
@@ -90,7 +90,7 @@ def test_instances_that_merge_and_split_keep_their_prefixes():
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 6)), max_size=40))
 def test_tokens_of_blocks_add_up(steps: list[tuple[list[int], int]]):
-    """Each prompt of a trie of blocks: an id says what comes before it."""
+    """Prompts are paths in a trie of blocks, so an id determines all blocks before it."""
     store = PrefixStore()
     for path, room in steps:
         ids = [sum(5**n * (block + 1) for n, block in enumerate(path[: length + 1])) for length in range(len(path))]
@@ -107,7 +107,7 @@ def test_tokens_of_blocks_add_up(steps: list[tuple[list[int], int]]):
 
 
 def alternating(num_blocks: int, block_tokens: int = 512) -> RequestTable:
-    """Two prompts in turn, one at a time."""
+    """Return requests that alternate between two prompts, one at a time."""
     count, length = 8, num_blocks * block_tokens
     ids = {row: tuple(range(row % 2 * 1000, row % 2 * 1000 + num_blocks)) for row in range(count)}
     ones = np.ones(count, np.int64)
@@ -125,7 +125,7 @@ def test_prefixes_take_no_more_room_than_there_is():
     assert many.completed.all()
     left = (
         capacity - 30 * 512 - 16
-    ) // 512  # blocks of a prompt when the other one and a page for its output are there
+    ) // 512  # blocks of one prompt that fit beside the other prompt and a page for output
     assert 0 < left < 30
     assert many.tally.prefix_tokens == 6 * left * 512
 

@@ -1,4 +1,4 @@
-"""Whole simulations: what policies and failures do, what comes out, and that a seed gives the same bytes."""
+"""Whole simulations: policies, failures, results, and equal bytes from equal seeds."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def test_urgent_requests_wait_less_where_many_wait():
 
 
 def test_priorities_and_slos_of_the_load_are_those_of_its_requests():
-    """SLOs of requests win over those of the simulation."""
+    """SLOs of requests take precedence over SLOs of the simulation."""
     settings = {"priority_share": 0.3, "urgent_priority": -1, "ttft_slo_s": 30.0, "urgent_ttft_slo_s": 0.2}
     result = simulate(config(settings, slo=Slo(ttft_s=1e-6)), "amoeba")
     requests = result.requests

@@ -1,4 +1,4 @@
-"""Steps that requests share, against a reference that advances one step at a time."""
+"""Steps that requests share, compared with a reference that advances one step at a time."""
 
 from dataclasses import dataclass, field
 
@@ -20,12 +20,12 @@ from serving.simulator.transformation_cost import FixedTransformation
 
 BUDGET, CAPACITY = 64, 4096
 moments = st.integers(0, 300).map(lambda n: n * 0.01012347)
-"""Arrivals that fall together, or not on the end of a step."""
+"""Arrival times. Some are equal, but none falls on the end of a step."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Step times that grow with all that a step has."""
+    """Step times that grow linearly with decodes, prompt tokens and context."""
 
     calls: list[StepShape] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ def run(
 
 
 def reference(arrivals: list[float], prompts: list[int], outputs: list[int]) -> tuple[list[float], list[float]]:
-    """First and last token of each request, for an instance with room for all."""
+    """Return the times of the first and last token of each request, for an instance with room for all."""
     cost, now = Linear(), 0.0
     state = [[a, p, 0, o, 0] for a, p, o in sorted(zip(arrivals, prompts, outputs, strict=True), key=lambda r: r[0])]
     first, last = [0.0] * len(state), [0.0] * len(state)
@@ -111,7 +111,7 @@ def test_prompts_hold_up_those_that_decode_in_the_same_steps():
     st.integers(1, 4),
 )
 def test_every_token_is_generated_once_whatever_is_preempted(requests: list[tuple[float, int, int]], slots: int):
-    """In a cache that holds two of the largest requests."""
+    """The cache holds two of the largest requests."""
     arrivals, prompts, outputs = (list(column) for column in zip(*requests, strict=True))
     cluster = run(arrivals, prompts, outputs, slots, capacity=1216)
     assert list(cluster.records.ending) == [Ending.COMPLETED] * len(requests)

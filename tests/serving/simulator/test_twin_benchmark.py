@@ -25,7 +25,7 @@ def doubled(value: object) -> object:
 
 
 def test_the_mean_has_all_measured_times():
-    """Every float of the calibration, so that a new measurement is not left out."""
+    """The test checks every float of the calibration, so that a new measurement is not left out."""
     from twin import mean
 
     two = Calibration(**{item.name: doubled(getattr(ONE, item.name)) for item in fields(Calibration)})

@@ -1,6 +1,6 @@
-"""Snapshots with placements: devices of 100 GB, of which an instance's weights take 40, for a model of 20 layers.
+"""Snapshots with placements. Devices have 100 GB, and the model has 20 layers with 40 GB of weights.
 
-A layer has 2 GB of weights, and 0.1 MB of KV cache for a token: an instance holds 30,000 tokens in 60 GB.
+A layer has 2 GB of weights, and 0.1 MB of KV cache for a token. An instance holds 30,000 tokens in 60 GB.
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ DEGREES = (DegreeLimits(1, CAPACITY, 32), DegreeLimits(2, 3 * CAPACITY, 64), Deg
 
 
 def requests(count: int, tokens: int = 1000, **fields: Any) -> tuple[RunningRequest, ...]:
-    """Running requests, each a second later than the one before."""
+    """Return running requests that arrived one second apart."""
     return tuple(RunningRequest(f"r{n}", tokens, tokens + 500, arrival_s=float(n), **fields) for n in range(count))
 
 
 def placed(homes: Mapping[range, tuple[int, ...]], own: int) -> PlacementView:
-    """Homes of ranges of layers; the other layers are on device `own`."""
+    """Return a placement with homes of ranges of layers. The other layers are on device `own`."""
     layers = tuple(next((home for span, home in homes.items() if i in span), (own,)) for i in range(LAYERS))
     return PlacementView(layers, layers)
 
 
 def instance(device: int, count: int = 0, tokens: int = 1000, homes=None, **fields: Any) -> InstanceView:
-    """A TP1 instance with `count` running requests."""
+    """Return a TP1 instance with `count` running requests."""
     values: dict[str, Any] = {
         "capacity_tokens": CAPACITY,
         "free_tokens": CAPACITY - count * tokens,
@@ -52,7 +52,7 @@ def cluster(
     now_s: float = 0.0,
     **fields: Any,
 ) -> ClusterView:
-    """A snapshot. `free`: free bytes of devices, in place of those that the requests leave; `busy`: utilization."""
+    """Return a snapshot. `free` overrides the free bytes of devices, and `busy` is their utilization."""
     devices = []
     for device in range(num_devices):
         own = next((i for i in instances if device in i.devices), None)

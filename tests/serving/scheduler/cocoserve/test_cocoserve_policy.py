@@ -1,4 +1,4 @@
-"""The policy `cocoserve` on snapshots: when layers grow and shrink, and how merges go first."""
+"""The policy `cocoserve` on snapshots: growth, reductions, and merges that come first."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ SLOW = AmoebaConfig(tpot_slo_s=0.05)
 
 
 def after(policy: CocoServePolicy, view: ClusterView, seconds: float, start_s: float = 0.0) -> list[list[Action]]:
-    """Decisions in each second on a snapshot that stays the same."""
+    """Return the decisions of each second on an unchanged snapshot."""
     times = range(int(start_s), int(start_s + seconds))
     return [policy.decide(dataclasses.replace(view, now_s=float(now_s))) for now_s in times]
 

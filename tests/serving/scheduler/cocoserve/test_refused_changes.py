@@ -1,4 +1,4 @@
-"""Placement changes that an executor refuses, or that fail later: the scheduler counts, logs and blocks them."""
+"""Placement changes that are refused or fail later. The scheduler counts, logs and blocks them."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ CHANGES: list[PlacementChange] = [
 
 
 class Host:
-    """Shows a given state, and accepts or refuses all placement changes."""
+    """Executor with a given state, which accepts or refuses all actions."""
 
     def __init__(self, view: ClusterView, accepts: bool = True):
         self.view, self.accepts = view, accepts
@@ -50,7 +50,7 @@ class Host:
 
 
 class Scripted:
-    """Decides the same each time, and remembers the refused changes that it saw."""
+    """Policy with constant decisions, which records the refused changes of each view."""
 
     name = "scripted"
 
@@ -91,7 +91,7 @@ def test_refused_change_is_blocked_and_the_policy_sees_it(change: PlacementChang
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: type(change).__name__)
 def test_change_that_ends_without_effect_counts_as_failed(change: PlacementChange):
-    """It is under way while the instance says so. Afterwards, the layers decide."""
+    """The instance shows that the change is in progress. After that, its layers show the result."""
     homes = {range(5, 15): (0, 1)} if isinstance(change, Evict) else None
     there = [instance(0, homes=homes), *([instance(1)] if isinstance(change, ScaleIn) else [])]
     policy, host = Scripted(change), Host(cluster(*there))

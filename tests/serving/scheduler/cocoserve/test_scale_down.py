@@ -1,4 +1,4 @@
-"""Algorithm 2: phases in order, computed one after the other, and an end as soon as the violation is resolved."""
+"""Algorithm 2: its phases come in order, and it ends as soon as the violation is resolved."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ CONFIG = CocoServeConfig(migrated_share=0.1, batch_step=5)
 
 
 def pressed(busy: float = 1.0, **fields):
-    """Instance 0 is full, and its device is busy and hosts two replicas of instance 1; device 3 is empty."""
+    """Return a full instance 0 on a busy device, which also hosts two replicas of instance 1. Device 3 is empty."""
     full = instance(0, 30, homes={range(15, 20): (0, 1)})
     guest = instance(1, 4, homes={range(0, 8): (0, 1), range(12, 14): (0, 1)})
     return cluster(full, guest, instance(2, 20), busy={0: busy}, **fields)
@@ -50,7 +50,7 @@ def test_layers_move_in_runs_from_the_end_until_the_device_has_memory():
     (first,), *_ = moves = [r for r in all_reductions(pressed(busy=0.5)) if isinstance(r[0], Migrate)]
     assert (first.layers, first.device, first.modules, first.move_kv) == ((13, 15), 1, "layer", True)
     assert "device 0 is short of memory" in first.reason
-    # Device 1 has the layers after them, and the weights. 3 GB of cache in a layer: two layers are a tenth of 60 GB.
+    # Device 1 has the next layers and the weights. A layer has 3 GB of cache, so two layers are a tenth of 60 GB.
     assert len(moves) == 1
     bigger = all_reductions(pressed(busy=0.5), config=CocoServeConfig(migrated_share=0.01))
     assert [r[0].layers for r in bigger if isinstance(r[0], Migrate)] == [(14, 15), (13, 14)]

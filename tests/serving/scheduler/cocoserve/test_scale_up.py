@@ -1,4 +1,4 @@
-"""Algorithm 1 beside brute force: all placements of up to 6 layers on up to 3 devices."""
+"""Algorithm 1, compared with brute force over all placements of up to 6 layers on up to 3 devices."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ COSTS = (0.0, 0.2, 0.26, 0.6, 1.2)
 
 @cache
 def all_placements(layers: int, devices: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """All sets of homes: membership by placement, layer and device; sums of 1 / p; transitions; replicas by device."""
+    """Return homes by placement, layer and device, then sums of 1 / p, transitions and replicas by device."""
     numbers = np.arange(2 ** (layers * devices))
     bits = (numbers[:, None] >> np.arange(layers * devices)) & 1
     member = bits.reshape(-1, layers, devices).astype(bool)
@@ -31,7 +31,7 @@ def all_placements(layers: int, devices: int) -> tuple[np.ndarray, np.ndarray, n
 
 
 def brute_force(homes: list[Homes], room: dict[int, int], cost: float, max_degree: int | None = None) -> float:
-    """Highest speed-up of all placements that keep the present homes."""
+    """Return the highest speedup of all placements that keep the present homes."""
     member, sums, transitions, _ = all_placements(len(homes), len(room))
     present = np.array([[device in layer for device in room] for layer in homes])
     allowed = (member | ~present).all(axis=(1, 2)) & ((member & ~present).sum(axis=1) <= list(room.values())).all(
@@ -44,7 +44,7 @@ def brute_force(homes: list[Homes], room: dict[int, int], cost: float, max_degre
 
 
 def grown(homes: list[Homes], added: dict[int, tuple[int, ...]]) -> list[Homes]:
-    """Homes with the replicas that Algorithm 1 adds."""
+    """Return the homes with the replicas that Algorithm 1 adds."""
     return [
         tuple(sorted({*layer, *(device for device, layers in added.items() if index in layers)}))
         for index, layer in enumerate(homes)
@@ -52,14 +52,14 @@ def grown(homes: list[Homes], added: dict[int, tuple[int, ...]]) -> list[Homes]:
 
 
 def value(homes: list[Homes], cost: float) -> float:
-    """Equation 4."""
+    """Return the speedup by Equation 4."""
     return even_speedup([len(layer) for layer in homes], count_transitions(homes, HEAD), cost)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
 def test_equals_brute_force_without_replicas(layers: int, devices: int):
-    """Every room of every device."""
+    """All numbers of free layers on each device."""
     for rooms in itertools.combinations_with_replacement(range(layers + 1), devices):
         for cost in COSTS:
             check_optimal(layers, rooms, cost)
@@ -80,7 +80,7 @@ def check_optimal(layers: int, rooms: tuple[int, ...], cost: float) -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Homes]:
-    """Six layers with a run of replicas on some devices."""
+    """Draw six layers with a run of replicas on some devices."""
     homes = [{0} for _ in range(6)]
     for device in draw(st.sets(st.integers(1, 3))):
         first, end = sorted(draw(st.tuples(st.integers(0, 6), st.integers(0, 6))))
@@ -92,7 +92,7 @@ def runs(draw: st.DrawFn) -> list[Homes]:
 @settings(max_examples=40)
 @given(runs(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.floats(0, 2), st.integers(1, 4))
 def test_equals_brute_force_with_present_replicas(homes: list[Homes], rooms: list[int], cost: float, most: int):
-    """And present replicas stay, and no layer gets more homes than allowed."""
+    """Present replicas stay, and no layer gets more homes than allowed."""
     room = {device + 1: count for device, count in enumerate(rooms)}
     added = scale_up(homes, HEAD, room, cost, most)
     after = grown(homes, added)
@@ -108,7 +108,7 @@ def test_layers_of_a_device_are_consecutive():
 
 
 def test_no_layer_replicates_if_transitions_cost_more_than_they_gain():
-    """One layer gains half a layer and needs two transitions; a run of three layers gains one and a half."""
+    """One layer gains half a layer and needs two transitions. A run of three layers gains one and a half."""
     assert scale_up([HEAD] * 8, HEAD, {1: 1}, 0.26) == {}
     assert scale_up([HEAD] * 8, HEAD, {1: 3}, 0.26) == {1: (0, 1, 2)}
 
@@ -129,6 +129,6 @@ def test_replicas_are_bounded_by_free_memory():
 
 
 def test_a_deep_model_considers_fewer_devices():
-    """Two devices with room for 70 of 80 layers have 5,041 states; three would have 357,911."""
+    """Two devices with room for 70 of 80 layers have 5,041 states. Three devices would have 357,911."""
     added = scale_up([HEAD] * 80, HEAD, {1: 70, 2: 70, 3: 70, 4: 20}, 0.3)
     assert set(added) == {1, 2}

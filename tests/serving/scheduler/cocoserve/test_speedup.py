@@ -1,4 +1,4 @@
-"""Equations 1 to 4 of CoCoServe, beside values worked by hand and a simulation of each layer and home."""
+"""Equations 1 to 4 of CoCoServe, compared with hand calculations and a simulation of each layer and home."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from serving.scheduler.cocoserve.speedup import (
 
 
 def test_a_layer_takes_as_long_as_its_slowest_home():
-    """8 of 15 rows on a device of 4 rows a second take 2 s, 7 rows on a device of 2 rows a second 3.5 s."""
+    """8 rows at 4 rows/s take 2 s, and 7 rows at 2 rows/s take 3.5 s."""
     assert computation_s([[15], [8, 7]], [[5], [4, 2]]) == 3 + 3.5
 
 
@@ -46,7 +46,7 @@ def test_equation_4_without_communication(replicated: int, degree: int, expected
 
 
 def test_communication_lowers_the_speedup():
-    """40 layers, 20 of them at p = 2, two transitions that each cost half a layer: 40 / (30 + 1)."""
+    """20 of 40 layers have p = 2, and each of two transitions costs half a layer: 40 / (30 + 1)."""
     assert even_speedup([2] * 20 + [1] * 20, 2, 0.5) == pytest.approx(40 / 31)
     assert communication_s(2e6, 3, 1e9) == pytest.approx(6e-3)
     assert speedup(40e-3, 30e-3, 1e-3) == pytest.approx(40 / 31)
