@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _ENTRY = "-cache"
 _CHECKED, _LOCK = ".amoeba-checked.json", ".amoeba-lock"
 _LOCK_TIMEOUT_S = 10
-# A process may still be writing a younger file.
+# Age in seconds from which on a file is checked. Another process may still be writing a younger file.
 _WRITTEN_S = 10
 _NEVER_S = 1e9
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -144,12 +144,14 @@ def _say_once(directory: str, mode: int, problem: str) -> None:
 
 
 def tidy(path: Path, max_bytes: int) -> list[str]:
-    """Remove truncated files from a cache directory. Then remove the files that were not used for longest, until the
-    directory has at most `max_bytes` bytes. Return the names of the truncated files.
+    """Remove truncated files from a cache directory, and limit the size of the directory.
 
-    A file is not read again if its size and modification time are the same as at the last check. If another process
-    calls this function and takes more than 10 seconds, or if the directory cannot be changed, log a warning and return
-    an empty list.
+    If the programs take more than `max_bytes` bytes, remove the programs that were not used for longest. Return the
+    names of the truncated files.
+
+    Files that were written in the last 10 seconds are not checked, because another process may still be writing them. A
+    file is not read again if its size and modification time are the same as at the last check. If another process locks
+    the directory for 10 seconds, or if the directory cannot be changed, log a warning and return an empty list.
     """
     try:
         with FileLock(path / _LOCK, timeout=_LOCK_TIMEOUT_S):
@@ -169,14 +171,14 @@ def _tidy(path: Path, max_bytes: int) -> list[str]:
     for entry in path.glob(f"*{_ENTRY}"):
         status = entry.stat()
         state = [status.st_size, status.st_mtime_ns]
-        if now - status.st_mtime >= _WRITTEN_S and checked.get(entry.name) != state and not _is_whole(entry):
-            logger.warning(
-                "%s in the compile cache is damaged. It is removed, and its program is compiled again", entry.name
-            )
-            removed.append(entry.name)
-            entry.unlink()
-            continue
         if now - status.st_mtime >= _WRITTEN_S:
+            if checked.get(entry.name) != state and not _is_whole(entry):
+                logger.warning(
+                    "%s in the compile cache is damaged. It is removed, and its program is compiled again", entry.name
+                )
+                removed.append(entry.name)
+                entry.unlink()
+                continue
             found[entry.name] = state
         by_use.append((max(status.st_atime, status.st_mtime), status.st_size, entry))
     surplus = sum(size for _, size, _ in by_use) - max_bytes

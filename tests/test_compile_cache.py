@@ -66,7 +66,7 @@ def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def age(directory: Path) -> None:
-    """Make all files an hour old, because a younger file may still be being written."""
+    """Make all files an hour older, because `tidy` does not check files of the last 10 seconds."""
     for path in directory.iterdir():
         os.utime(path, (path.stat().st_mtime - 3600,) * 2)
 
